@@ -1,0 +1,144 @@
+"""Options of the engine and of a job: validated once, here. Free of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from offline_diffusion.errors import ConfigError, did_you_mean
+
+AttentionBackendName = Literal["auto", "fa3", "flash_attn", "torch_varlen", "sdpa"]
+ImageFormat = Literal["png", "jpeg", "webp"]
+OnBadSize = Literal["error", "round", "crop"]
+
+DEFAULT_MODEL = "tiny-qwen-image"
+"""A small Qwen-Image with random weights, made on the spot; see ``models.tiny``."""
+
+
+class Options(BaseModel):
+    """Base of all option groups: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineConfig(Options):
+    """Options that the engine understands.
+
+    ``max_num_batched_tokens`` counts image and text tokens of all sequences of a step (both
+    guidance branches of a guided request); a single larger request still runs, alone.
+    """
+
+    model: str = DEFAULT_MODEL
+    revision: str | None = None
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    step_execution: bool = True
+    max_num_seqs: int = Field(default=32, ge=1)
+    max_num_batched_tokens: int = Field(default=16_384, ge=1)
+    request_batch_max_wait_ms: float = Field(default=0.0, ge=0)
+    scheduling_policy: Literal["fifo", "pack"] = "pack"
+    attention_backend: AttentionBackendName = "auto"
+    quantization: Literal["none"] = "none"
+
+
+class JobConfig(EngineConfig):
+    """Everything ``offdiff run`` can be told."""
+
+    manifests: tuple[str, ...] = Field(min_length=1)
+    out: Path
+    map: dict[str, str] = Field(default_factory=dict)
+    on_bad_size: OnBadSize = "error"
+    height: int | None = Field(default=None, ge=1)
+    width: int | None = Field(default=None, ge=1)
+    num_inference_steps: int | None = Field(default=None, ge=1)
+    true_cfg_scale: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    negative_prompt: str | None = None
+    seed: int = Field(default=0, ge=0, le=2**64 - 1)
+    limit: int | None = Field(default=None, ge=0)
+    shard_size: int = Field(default=500, ge=1, le=100_000)
+    num_tasks: int = Field(default=1, ge=1)
+    task_index: int = Field(default=0, ge=0)
+    image_format: ImageFormat = "png"
+    retry_failed: bool = False
+    allow_manifest_change: bool = False
+    max_failures: str | None = Field(default=None, pattern=r"^\d+$|^\d+(\.\d+)?%$")
+
+    @pydantic.model_validator(mode="after")
+    def _task_in_range(self) -> JobConfig:
+        if self.task_index >= self.num_tasks:
+            raise ValueError(f"task_index {self.task_index} must be below num_tasks {self.num_tasks}")
+        return self
+
+
+PIXEL_OPTIONS = (
+    "model",
+    "revision",
+    "dtype",
+    "quantization",
+    "on_bad_size",
+    "height",
+    "width",
+    "num_inference_steps",
+    "true_cfg_scale",
+    "negative_prompt",
+    "seed",
+    "image_format",
+)
+"""Options that change the dataset: a resume with another value is refused."""
+
+LAYOUT_OPTIONS = ("map", "limit", "shard_size")
+"""Options that change which rows fall into which shard: likewise refused."""
+
+
+def make_job_config(values: dict[str, Any], *, source: str = "options") -> JobConfig:
+    """Builds the options of a job.
+
+    Args:
+        values: Option name to value; None values are left out.
+        source: Where they come from, for the message.
+
+    Raises:
+        ConfigError: A key is unknown or a value is not allowed.
+    """
+    given = {key: value for key, value in values.items() if value is not None}
+    for key in given:
+        if key not in JobConfig.model_fields:
+            close = did_you_mean(key, JobConfig.model_fields)
+            raise ConfigError(
+                f"{source}: unknown option {key!r}",
+                hint=f"did you mean {close!r}?" if close else f"known: {', '.join(sorted(JobConfig.model_fields))}",
+            )
+    try:
+        return JobConfig(**given)
+    except pydantic.ValidationError as error:
+        lines = [_describe(detail) for detail in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+
+
+def _describe(detail: Any) -> str:
+    name = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "missing":
+        return f"{name} is required"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{name}: {message}, got {detail['input']!r}" if name else message
+
+
+def read_job_file(path: Path) -> dict[str, Any]:
+    """Reads a YAML job file: a mapping of option names to values.
+
+    Raises:
+        ConfigError: The file cannot be read or is not a mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"job file {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"job file {path} is not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"job file {path} must hold a mapping of options, got {type(values).__name__}")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}

@@ -1,0 +1,150 @@
+"""What goes into the engine and what comes out. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import PIL.Image
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one prompt is to be drawn; None takes the model's default.
+
+    Args:
+        height: Image height in pixels.
+        width: Image width in pixels.
+        num_inference_steps: Denoise steps, at least 1.
+        true_cfg_scale: Classic guidance, at least 0; active when > 1 and a negative prompt is given.
+        guidance_scale: Embedded scale of a guidance-distilled model, at least 0.
+        negative_prompt: None is none; ``""`` and ``" "`` are real negative prompts.
+        seed: 0 … 2⁶⁴−1.
+        num_images_per_prompt: Images of this prompt; image *k* is drawn with ``seed + k`` (mod 2⁶⁴).
+        lora: Adapter name or path.
+        lora_scale: Strength of the adapter.
+
+    Raises:
+        ValueError: A value is outside its range; the message names the field.
+    """
+
+    height: int | None = None
+    width: int | None = None
+    num_inference_steps: int | None = None
+    true_cfg_scale: float | None = None
+    guidance_scale: float | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    num_images_per_prompt: int = 1
+    lora: str | None = None
+    lora_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width", "num_inference_steps", "num_images_per_prompt"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("true_cfg_scale", "guidance_scale"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed must be from 0 to 2**64-1, got {self.seed}")
+        if not math.isfinite(self.lora_scale):
+            raise ValueError(f"lora_scale must be finite, got {self.lora_scale}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One image to draw, every parameter resolved: the engine's unit.
+
+    ``request_id`` is unique among the requests of an engine and opaque to it.
+    """
+
+    request_id: str
+    prompt: str
+    height: int
+    width: int
+    num_inference_steps: int
+    true_cfg_scale: float
+    seed: int
+    negative_prompt: str | None = None
+    guidance_scale: float | None = None
+    lora: str | None = None
+    lora_scale: float = 1.0
+
+    @property
+    def cfg_active(self) -> bool:
+        """Whether classic guidance is on (the rule of diffusers' Qwen-Image pipeline)."""
+        return self.true_cfg_scale > 1 and self.negative_prompt is not None
+
+
+FinishReason = Literal["ok", "failed", "aborted"]
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """What one request cost. Times are in seconds, memory in bytes.
+
+    ``device_s`` shares each step's device time out by tokens: summed over requests it is the time
+    that the device was busy denoising. ``mean_batch_seqs`` is the mean number of sequences
+    (guidance branches) in the packs this request ran in.
+    """
+
+    attempts: int = 1
+    cfg_active: bool = False
+    num_tokens: int = 0
+    prompt_tokens: int = 0
+    truncated_tokens: int = 0
+    steps_run: int = 0
+    queue_s: float = 0.0
+    encode_s: float = 0.0
+    denoise_s: float = 0.0
+    device_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+    mean_batch_seqs: float = 0.0
+    peak_memory_bytes: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A finished request.
+
+    Args:
+        request: What was asked.
+        status: ``ok``, ``failed`` (``error_type`` and ``error`` say why) or ``aborted``.
+        pixels: Decoded image, uint8 ``[height, width, 3]`` RGB; None unless ``ok``.
+        metrics: What it cost.
+        error_type: ``nan``, ``out_of_memory``, ``model_error`` or ``invalid_request``.
+        error: The message.
+    """
+
+    request: Request
+    status: FinishReason
+    pixels: np.ndarray | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    error_type: str | None = None
+    error: str | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def image(self) -> PIL.Image.Image:
+        """The image as PIL RGB.
+
+        Raises:
+            ValueError: The request did not finish with an image.
+        """
+        if self.pixels is None:
+            raise ValueError(f"request {self.request_id!r} has no image: {self.status}: {self.error}")
+        import PIL.Image
+
+        return PIL.Image.fromarray(self.pixels, mode=None)
