@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,7 +66,14 @@ class JobConfig(EngineConfig):
     image_format: ImageFormat = "png"
     retry_failed: bool = False
     allow_manifest_change: bool = False
-    max_failures: str | None = Field(default=None, pattern=r"^\d+$|^\d+(\.\d+)?%$")
+    max_failures: str | None = Field(
+        default=None, pattern=r"^\d+$|^\d+(\.\d+)?%$", coerce_numbers_to_str=True
+    )
+
+    @pydantic.field_validator("manifests", mode="before")
+    @classmethod
+    def _one_manifest_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     @pydantic.model_validator(mode="after")
     def _task_in_range(self) -> JobConfig:
@@ -94,33 +102,50 @@ LAYOUT_OPTIONS = ("map", "limit", "shard_size")
 """Options that change which rows fall into which shard: likewise refused."""
 
 
-def make_job_config(values: dict[str, Any], *, source: str = "options") -> JobConfig:
+def check_option_names(names: Iterable[str], *, source: str) -> None:
+    """Refuses names that are no options of a job.
+
+    Args:
+        names: Option names, spelled with underscores.
+        source: Where they come from, for the message.
+
+    Raises:
+        ConfigError: A name is unknown; the hint has the closest one.
+    """
+    for name in names:
+        if name not in JobConfig.model_fields:
+            close = did_you_mean(name, JobConfig.model_fields)
+            known = f"known: {', '.join(sorted(JobConfig.model_fields))}"
+            raise ConfigError(
+                f"{source}: unknown option {name!r}", hint=f"did you mean {close!r}?" if close else known
+            )
+
+
+def make_job_config(
+    values: dict[str, Any], *, source: str = "options", spelling: Mapping[str, str] | None = None
+) -> JobConfig:
     """Builds the options of a job.
 
     Args:
         values: Option name to value; None values are left out.
         source: Where they come from, for the message.
+        spelling: How the user writes an option (``--max-num-seqs``); takes the place of ``source``.
 
     Raises:
         ConfigError: A key is unknown or a value is not allowed.
     """
     given = {key: value for key, value in values.items() if value is not None}
-    for key in given:
-        if key not in JobConfig.model_fields:
-            close = did_you_mean(key, JobConfig.model_fields)
-            raise ConfigError(
-                f"{source}: unknown option {key!r}",
-                hint=f"did you mean {close!r}?" if close else f"known: {', '.join(sorted(JobConfig.model_fields))}",
-            )
+    check_option_names(given, source=source)
     try:
         return JobConfig(**given)
     except pydantic.ValidationError as error:
-        lines = [_describe(detail) for detail in error.errors()]
-        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+        lines = "; ".join(_describe(detail, spelling or {}) for detail in error.errors())
+        raise ConfigError(lines if spelling else f"{source}: {lines}") from None
 
 
-def _describe(detail: Any) -> str:
-    name = ".".join(str(part) for part in detail["loc"])
+def _describe(detail: Any, spelling: Mapping[str, str]) -> str:
+    first, *rest = (str(part) for part in detail["loc"] or ("",))
+    name = ".".join((spelling.get(first, first), *rest))
     if detail["type"] == "missing":
         return f"{name} is required"
     message = detail["msg"].removeprefix("Value error, ")
