@@ -1,0 +1,69 @@
+"""What all tests share: no network, no cache of the user's touched, one tiny model a session."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+_home = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets the environment before any test module imports a library that reads it."""
+    home = config.stash[_home] = Path(tempfile.mkdtemp(prefix="offdiff-tests-"))
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        HF_DATASETS_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        HF_HOME=str(home / "huggingface"),
+        HF_HUB_CACHE=str(home / "huggingface" / "hub"),
+        HF_DATASETS_CACHE=str(home / "huggingface" / "datasets"),
+        HF_MODULES_CACHE=str(home / "huggingface" / "modules"),
+        XDG_CACHE_HOME=str(home / "cache"),
+    )
+    # torch.set_num_threads(2) without importing torch, for subprocesses as well.
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_home], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """The default model's folder, in the session's own cache."""
+    from offline_diffusion.models.tiny import default_model_folder
+
+    return default_model_folder()
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline(tiny_model: Path) -> Any:
+    """diffusers' own pipeline over ``tiny_model``: CPU, float32. The reference of parity tests."""
+    import diffusers
+
+    pipeline = diffusers.QwenImagePipeline.from_pretrained(tiny_model)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The project's shared data, or a skip: ``$OFFDIFF_SHARED``, else ``../shared`` beside the checkout."""
+    folder = Path(os.environ.get("OFFDIFF_SHARED", ROOT.parent / "shared"))
+    if not folder.is_dir():
+        pytest.skip(f"needs the shared data: {folder} is no folder (set OFFDIFF_SHARED)")
+    return folder
