@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,7 @@ class EngineConfig(Options):
     model: str = DEFAULT_MODEL
     revision: str | None = None
     device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     step_execution: bool = True
     max_num_seqs: int = Field(default=32, ge=1)
     max_num_batched_tokens: int = Field(default=16_384, ge=1)
@@ -66,14 +67,19 @@ class JobConfig(EngineConfig):
     image_format: ImageFormat = "png"
     retry_failed: bool = False
     allow_manifest_change: bool = False
-    max_failures: str | None = Field(
-        default=None, pattern=r"^\d+$|^\d+(\.\d+)?%$", coerce_numbers_to_str=True
-    )
+    max_failures: str | None = Field(default=None, coerce_numbers_to_str=True)
 
     @pydantic.field_validator("manifests", mode="before")
     @classmethod
     def _one_manifest_is_a_list(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @pydantic.field_validator("max_failures")
+    @classmethod
+    def _count_or_share(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"\d+|\d+(\.\d+)?%", value):
+            raise ValueError("must be a count such as 10 or a share such as 5%")
+        return value
 
     @pydantic.model_validator(mode="after")
     def _task_in_range(self) -> JobConfig:

@@ -64,34 +64,28 @@ class PackingModel:
 
     Args:
         max_num_batched_tokens: Token budget of a step; a single larger image runs alone.
-        max_num_seqs: Sequences (guidance branches) of a step.
+        max_num_seqs: Most images in a step.
     """
 
     def __init__(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
-        self._running: list[tuple[int, int, int]] = []  # (last step, tokens, sequences), a heap
+        self._running: list[tuple[int, int]] = []  # (last step, tokens), a heap
+        self._tokens = 0
         self._step = 0
         self._end = 0
-        self._tokens = 0
-        self._seqs = 0
         self._token_steps = 0
 
-    def add(self, num_tokens: int, num_seqs: int, num_steps: int) -> None:
-        """Admits one image of ``num_tokens`` in ``num_seqs`` sequences for ``num_steps`` steps."""
+    def add(self, num_tokens: int, num_steps: int) -> None:
+        """Admits one image of ``num_tokens`` in all its sequences for ``num_steps`` steps."""
         num_tokens = min(num_tokens, self.max_num_batched_tokens)
-        num_seqs = min(num_seqs, self.max_num_seqs)
-        while (
-            self._tokens + num_tokens > self.max_num_batched_tokens
-            or self._seqs + num_seqs > self.max_num_seqs
-        ):
-            self._step, tokens, seqs = heapq.heappop(self._running)
+        room = self.max_num_batched_tokens - num_tokens
+        while self._tokens > room or len(self._running) >= self.max_num_seqs:
+            self._step, tokens = heapq.heappop(self._running)
             self._tokens -= tokens
-            self._seqs -= seqs
         end = self._step + num_steps
-        heapq.heappush(self._running, (end, num_tokens, num_seqs))
+        heapq.heappush(self._running, (end, num_tokens))
         self._tokens += num_tokens
-        self._seqs += num_seqs
         self._token_steps += num_tokens * num_steps
         self._end = max(self._end, end)
 
@@ -249,7 +243,7 @@ class PlanBuilder:
         self._final_pixels += shape.final_pixels * num_images
         self._flops += flops
         for _ in range(num_images):
-            self._packing.add(forward, len(tokens), shape.num_steps)
+            self._packing.add(forward, shape.num_steps)
         return flops
 
     def _text_tokens(self, text: str | None) -> int:

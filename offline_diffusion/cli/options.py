@@ -1,0 +1,199 @@
+"""Options that commands share, made from the fields of ``JobConfig`` so that both always agree."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import click
+
+from offline_diffusion.config import JobConfig, check_option_names, make_job_config, read_job_file
+from offline_diffusion.errors import ConfigError
+
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
+
+_CLICK_TYPES: dict[Any, click.ParamType[Any]] = {
+    int: click.INT,
+    float: click.FLOAT,
+    str: click.STRING,
+    Path: click.Path(path_type=Path),
+}
+
+
+def job_option(flag: str, help: str, *, metavar: str | None = None) -> Decorator:
+    """One option of ``JobConfig`` as a flag: its type, choices and default come from the field.
+
+    The value is None when the flag is not given, so that a job file can speak.
+    """
+    name = flag.lstrip("-").replace("-", "_")
+    default = JobConfig.model_fields[name].default
+    kind = _plain_type(get_type_hints(JobConfig)[name])
+    if kind is bool:
+        shown = flag if default else f"no{flag[1:]}"
+        flags = f"{flag}/--no-{flag.lstrip('-')}"
+        return click.option(flags, name, default=None, help=f"{help}  [default: {shown.lstrip('-')}]")
+    if default is not None and not JobConfig.model_fields[name].is_required():
+        help = f"{help}  [default: {default}]"
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    click_type = click.Choice(choices) if choices else _CLICK_TYPES[kind]
+    return click.option(flag, name, type=click_type, default=None, metavar=metavar, help=help)
+
+
+def _plain_type(annotation: Any) -> Any:
+    """``int`` of ``int | None``."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        (annotation,) = (part for part in get_args(annotation) if part is not type(None))
+    return annotation
+
+
+def _parse_maps(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
+    pairs = {}
+    for value in values:
+        theirs, equals, ours = value.rpartition("=")
+        if not (theirs and equals and ours):
+            raise click.BadParameter(f"{value!r} is not of the form theirs=ours", ctx, param)
+        pairs[theirs] = ours
+    return pairs or None
+
+
+def together(*decorators: Decorator) -> Decorator:
+    """Applies decorators so that their options are listed in this order."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def manifest_options(command: Command) -> Command:
+    """``MANIFEST...``, ``--job``, and how the manifest is read."""
+    return together(
+        click.argument("manifests", nargs=-1, metavar="MANIFEST..."),
+        click.option(
+            "--job",
+            "job_file",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="YAML file with any of these options; a flag wins. Paths in it are relative to the "
+            "current directory.",
+        ),
+        click.option(
+            "--map",
+            "map",
+            multiple=True,
+            callback=_parse_maps,
+            metavar="THEIRS=OURS",
+            help="Read the manifest's column THEIRS as OURS; repeatable.",
+        ),
+        job_option("--limit", "Use the first N rows only.", metavar="N"),
+    )(command)
+
+
+def model_options(command: Command) -> Command:
+    """Which model."""
+    return together(
+        job_option("--model", "Folder or hub id of a diffusers checkpoint.", metavar="M"),
+        job_option("--revision", "Revision of a hub model.", metavar="REV"),
+    )(command)
+
+
+def row_options(command: Command) -> Command:
+    """What rows that are silent take."""
+    return together(
+        job_option("--height", "Height of rows without one, in pixels.", metavar="PIXELS"),
+        job_option("--width", "Width of rows without one, in pixels.", metavar="PIXELS"),
+        job_option("--num-inference-steps", "Denoise steps of rows without a count.", metavar="N"),
+        job_option("--true-cfg-scale", "Classic guidance scale of rows without one.", metavar="SCALE"),
+        job_option("--negative-prompt", "Negative prompt of rows without one.", metavar="TEXT"),
+        job_option("--on-bad-size", "What to do with sizes the model cannot draw."),
+    )(command)
+
+
+def budget_options(command: Command) -> Command:
+    """How much shares a step."""
+    return together(
+        job_option("--max-num-seqs", "Most images in a step.", metavar="N"),
+        job_option("--max-num-batched-tokens", "Token budget of a step.", metavar="N"),
+    )(command)
+
+
+def shard_options(command: Command) -> Command:
+    """How rows fall into shards and files."""
+    return together(
+        job_option("--shard-size", "Rows of an output shard.", metavar="ROWS"),
+        job_option("--image-format", "Encoding of the images."),
+    )(command)
+
+
+def gather_values(
+    given: dict[str, Any], *, environ: Mapping[str, str] = os.environ
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Joins the flags, the job file and Slurm's array variables; the first that speaks wins.
+
+    Args:
+        given: Parameters of a command as click has them; ``job_file`` names the job file.
+        environ: Where Slurm's variables are looked up.
+
+    Returns:
+        Option values, and how the user spells each of them.
+
+    Raises:
+        ConfigError: The job file cannot be read or has unknown options.
+    """
+    spelling = {name: f"--{name.replace('_', '-')}" for name in JobConfig.model_fields}
+    spelling["manifests"] = "MANIFEST..."
+    values: dict[str, Any] = {}
+    if (job_file := given.get("job_file")) is not None:
+        values = {name: value for name, value in read_job_file(job_file).items() if value is not None}
+        check_option_names(values, source=f"job file {job_file}")
+        spelling |= {name: f"job file {job_file}: {name}" for name in values}
+    for name, value in given.items():
+        if name in JobConfig.model_fields and value not in (None, ()):
+            file_map = values.get("map")
+            joined = {**file_map, **value} if name == "map" and isinstance(file_map, dict) else value
+            values[name] = joined
+            spelling[name] = "MANIFEST..." if name == "manifests" else f"--{name.replace('_', '-')}"
+    if "task_index" in given and "task_index" not in values:
+        values |= slurm_task(environ, values.get("num_tasks"))
+    return values, spelling
+
+
+def build_config(given: dict[str, Any], *, environ: Mapping[str, str] = os.environ) -> JobConfig:
+    """The job that flags, job file and Slurm's variables describe together.
+
+    Raises:
+        ConfigError: A value is not allowed, or the manifest or the output folder is missing.
+    """
+    values, spelling = gather_values(given, environ=environ)
+    return make_job_config(values, spelling=spelling)
+
+
+def slurm_task(environ: Mapping[str, str], num_tasks: int | None) -> dict[str, int]:
+    """``num_tasks`` and ``task_index`` of a Slurm array element; empty outside an array.
+
+    Args:
+        environ: Holds Slurm's variables.
+        num_tasks: What the user asked for, if anything.
+
+    Raises:
+        ConfigError: The array's indices do not number the tasks: it has gaps or another length.
+    """
+    names = ("SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN")
+    if any(not environ.get(name, "").isdecimal() for name in names):
+        return {}
+    count, task_id, first = (int(environ[name]) for name in names)
+    index, rest = divmod(task_id - first, int(environ.get("SLURM_ARRAY_TASK_STEP") or 1))
+    if rest or index >= count or num_tasks not in (None, count):
+        asked = f" and --num-tasks is {num_tasks}" if num_tasks is not None else ""
+        raise ConfigError(
+            f"Slurm array element {task_id} of {count} elements from {first} on{asked}: "
+            "which task this is cannot be told",
+            hint="give both --num-tasks and --task-index",
+        )
+    return {"num_tasks": count, "task_index": index}

@@ -1,0 +1,126 @@
+"""How far a job is, on standard error: a bar on a terminal, elsewhere a line every few seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, TextIO
+
+import click
+
+from offline_diffusion.cli.text import duration, plural
+
+if TYPE_CHECKING:
+    import rich.progress
+
+    from offline_diffusion.job import Progress
+
+PLAIN_INTERVAL_S = 5.0
+
+
+class ProgressDisplay(Protocol):
+    """Shows progress while it is entered."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, progress: Progress) -> None:
+        """Takes the newest state; cheap enough for every engine step."""
+
+    def say(self, line: str) -> None:
+        """Prints a line without disturbing the display."""
+
+
+def describe(progress: Progress) -> str:
+    """One line without the bar."""
+    if progress.phase == "scanning":
+        return f"scanning the manifest: {plural(progress.num_rows_scanned, 'row')}"
+    if progress.phase == "loading":
+        return "loading the model"
+    parts = [
+        f"{progress.num_done:,}/{plural(progress.num_images, 'image')}",
+        f"{progress.images_per_s:.3g} images/s",
+        f"ETA {duration(progress.eta_s)}",
+        f"step fill {progress.step_fill:.0%}",
+        f"{progress.num_failed:,} failed",
+        f"{progress.num_running:,} running",
+        f"{progress.num_waiting:,} waiting",
+    ]
+    if progress.num_resumed:
+        parts.append(f"{progress.num_resumed:,} done before")
+    return f"{progress.phase}: {', '.join(parts)}"
+
+
+class PlainProgress:
+    """A line at every change of phase and every ``PLAIN_INTERVAL_S`` seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._phase = ""
+        self._next = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def update(self, progress: Progress) -> None:
+        now = self._clock()
+        if progress.phase == self._phase and now < self._next:
+            return
+        self._phase, self._next = progress.phase, now + PLAIN_INTERVAL_S
+        self.say(describe(progress))
+
+    def say(self, line: str) -> None:
+        click.echo(line, err=True)
+
+
+class TerminalProgress:
+    """A bar by work done, so that the estimate holds for rows of unlike size."""
+
+    def __init__(self, stream: TextIO) -> None:
+        import rich.console
+        import rich.progress
+
+        self._bar: rich.progress.Progress = rich.progress.Progress(
+            rich.progress.SpinnerColumn(),
+            rich.progress.BarColumn(bar_width=24),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TextColumn("{task.description}", markup=False),
+            console=rich.console.Console(file=stream),
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, progress: Progress) -> None:
+        total = progress.work_total or None if progress.phase in ("running", "finishing") else None
+        self._bar.update(
+            self._task, description=describe(progress), total=total, completed=progress.work_done
+        )
+
+    def say(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False)
+
+
+def make_progress() -> ProgressDisplay:
+    """The display that fits standard error."""
+    if sys.stderr.isatty():
+        return TerminalProgress(sys.stderr)
+    return PlainProgress()

@@ -1,0 +1,137 @@
+"""``offdiff run``: the main job."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from offline_diffusion.cli.options import (
+    budget_options,
+    build_config,
+    job_option,
+    manifest_options,
+    model_options,
+    row_options,
+    shard_options,
+    together,
+)
+from offline_diffusion.cli.progress import make_progress
+from offline_diffusion.cli.signals import stop_on_signals
+from offline_diffusion.cli.text import duration, plural
+from offline_diffusion.cli.throughput import ThroughputMeter, device_name, remember
+from offline_diffusion.errors import JobInterrupted
+
+if TYPE_CHECKING:
+    from offline_diffusion.config import JobConfig
+    from offline_diffusion.job import JobSummary, Progress
+
+EXIT_SOME_FAILED = 3
+
+engine_options = together(
+    job_option(
+        "--step-execution",
+        "Requests join and leave between steps; off, they run in waves (request mode).",
+    ),
+    budget_options,
+    job_option(
+        "--request-batch-max-wait-ms", "How long a wave waits to fill up in request mode.", metavar="MS"
+    ),
+    job_option("--scheduling-policy", "Admit in order, or look ahead to fill steps."),
+    job_option("--attention-backend", "See `offdiff models`."),
+    job_option("--quantization", "Quantization of the weights."),
+    job_option("--dtype", "Type to compute in; auto: bfloat16 on a GPU, float32 on a CPU."),
+    job_option("--device", "auto, cpu, cuda or cuda:N.", metavar="DEVICE"),
+)
+
+task_options = together(
+    job_option("--num-tasks", "Tasks that share the job; from Slurm's array when in one.", metavar="N"),
+    job_option("--task-index", "Which of them this is, from 0; likewise.", metavar="I"),
+)
+
+failure_options = together(
+    job_option("--retry-failed", "Run the failed and quarantined rows of finished shards again."),
+    job_option("--max-failures", "Stop when more rows fail: a count, or a share such as 5%.", metavar="N|P%"),
+    job_option("--allow-manifest-change", "Resume although the manifest changed; unchanged rows are kept."),
+)
+
+
+@click.command("run")
+@manifest_options
+@job_option("--out", "Output folder; the same one resumes.", metavar="DIR")
+@model_options
+@row_options
+@job_option("--seed", "Job seed, for rows without one.", metavar="N")
+@engine_options
+@shard_options
+@task_options
+@failure_options
+@click.option("--json", "as_json", is_flag=True, help="Print the final summary as JSON on standard output.")
+@click.pass_context
+def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
+    """Draw every image of a manifest into a dataset; the same command again resumes.
+
+    A faulty row never stops the job: it is set aside with its reason, and the exit code is 3.
+    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 finish the images that are being drawn and exit with 75;
+    a second signal stops at once.
+
+    \b
+    Example:
+      offdiff run manifests/quickstart.jsonl --out out/quickstart
+      offdiff run --job jobs/promptset.yaml --limit 100 --out out/first-100
+    """
+    config = build_config(given)
+    summary = _run(config, ctx.obj)
+    _report(summary)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(summary), default=str))
+    ctx.exit(_exit_code(summary))
+
+
+def _run(config: JobConfig, job: Any) -> JobSummary:
+    """Runs the task; ``job`` stands in for ``offline_diffusion.job`` in tests."""
+    meter = ThroughputMeter()
+    with stop_on_signals() as relay, make_progress() as display:
+        job = job or importlib.import_module("offline_diffusion.job")
+        stop = job.StopFlag()
+        relay.connect(stop)
+
+        def observe(progress: Progress) -> None:
+            display.update(progress)
+            meter.observe(progress, time.monotonic())
+
+        summary: JobSummary = job.run_task(config, observer=observe, stop=stop, say=display.say)
+    if record := meter.record(config.model, device_name(config.device)):
+        remember(record)
+    return summary
+
+
+def _report(summary: JobSummary) -> None:
+    for warning in summary.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    counts = f"{summary.num_ok:,} of {plural(summary.num_images, 'image')}"
+    speed = f"in {duration(summary.seconds)} ({summary.images_per_s:.3g} images/s)"
+    state = "interrupted" if summary.interrupted else "done"
+    click.echo(f"{state}: {counts} {speed} in {summary.out}", err=True)
+    if summary.num_resumed:
+        click.echo(f"  {plural(summary.num_resumed, 'image')} done before", err=True)
+    if summary.num_failed:
+        click.echo(f"  {plural(summary.num_failed, 'image')} failed: {summary.out}/metrics", err=True)
+    if summary.num_quarantined_rows:
+        rows = plural(summary.num_quarantined_rows, "row")
+        click.echo(f"  {rows} quarantined: {summary.out}/failures", err=True)
+    if summary.interrupted:
+        click.echo("next: the same command goes on", err=True)
+    else:
+        click.echo(f"next: offdiff verify {summary.out}", err=True)
+    click.echo(f"look: offdiff status {summary.out}", err=True)
+
+
+def _exit_code(summary: JobSummary) -> int:
+    if summary.interrupted:
+        return JobInterrupted.exit_code
+    return EXIT_SOME_FAILED if summary.num_failed or summary.num_quarantined_rows else 0
