@@ -1,0 +1,67 @@
+# Every target makes its own environment in .venv when there is none; only Python 3.11 or newer,
+# git and a C compiler are needed. Nothing is installed again until pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+QUICKSTART := out/quickstart
+
+# Tests run in two processes; more threads than cores would slow both down.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: help quickstart test test-slow lint format bench clean
+
+help:
+	@echo "make quickstart   draw a small manifest with a small model: the whole path, nothing to download"
+	@echo "make test         the tests that run on any machine"
+	@echo "make test-slow    the long ones"
+	@echo "make lint         ruff, mypy, import-linter"
+	@echo "make bench        benchmarks; on a machine without a GPU only a check that they run"
+	@echo "make clean        remove outputs and caches, not the environment"
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed"'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(BIN)/python
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-test: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[test]'
+	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-dev: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/installed $(VENV)/installed-test
+
+quickstart: $(VENV)/installed
+	$(BIN)/offdiff run manifests/quickstart.jsonl --out $(QUICKSTART)
+	@echo
+	@echo "The images are in $(QUICKSTART)/images: $(BIN)/python -c 'import datasets;" \
+		"print(datasets.load_dataset(\"$(QUICKSTART)\", \"images\"))'"
+	@echo "Read $(QUICKSTART)/README.md for the columns; '$(BIN)/offdiff status $(QUICKSTART)' shows the job."
+
+test: $(VENV)/installed-test
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+test-slow: $(VENV)/installed-test
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "slow and not gpu" || [ $$? -eq 5 ]  # 5: there are none
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict offline_diffusion
+	$(BIN)/lint-imports
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/bench_engine.py
+
+clean:
+	rm -rf out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
