@@ -1,0 +1,152 @@
+"""Attention over ragged batches: one function type, a lazy registry, and ``auto``.
+
+Every backend maps ``q, k, v`` of ``[T, H, D]`` and an ``AttentionMetadata`` to ``[T, H, D]``; a token
+attends to all tokens of its own sequence and to none of another's. A sequence's result must not
+depend, to the last bit, on what it is packed with: backends that split work by the total are out.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from offline_diffusion.attention.metadata import AttentionMetadata
+from offline_diffusion.errors import BackendError
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """Whether a backend works here, and if not, what is missing and how to get it."""
+
+    name: str
+    works: bool
+    why_not: str | None = None
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Backend:
+    load: Callable[[], AttentionFunction]
+    why_not: Callable[[torch.device, torch.dtype], str | None]
+    hint: str
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
+    """The reference: torch's dense attention, a sequence at a time."""
+    parts = zip(*(x.split(meta.seqlens) for x in (q, k, v)), strict=True)
+    return torch.cat([_dense(*part) for part in parts])
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``[S, H, D]`` each; the batch axis keeps torch on its flash kernels."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)
+
+
+def _load_torch_varlen() -> AttentionFunction:
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
+        cu, longest = meta.cu_seqlens, meta.max_seqlen
+        out = varlen_attn(q, k, v, cu, cu, longest, longest)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend
+
+
+def _load_flash_attn() -> AttentionFunction:
+    from flash_attn import flash_attn_varlen_func
+
+    return _flash_call(flash_attn_varlen_func)
+
+
+def _load_fa3() -> AttentionFunction:
+    from fa3_fwd_interface import flash_attn_varlen_func
+
+    return _flash_call(flash_attn_varlen_func)
+
+
+def _flash_call(function: Callable[..., Tensor | tuple[Tensor, ...]]) -> AttentionFunction:
+    def attend(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
+        cu, longest = meta.cu_seqlens, meta.max_seqlen
+        out = function(q, k, v, cu, cu, longest, longest)
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
+
+
+def _needs_cuda_half(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"needs a CUDA device, this one is {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16 or float16, the model runs in {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def _missing(package: str) -> str | None:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"package {package} is not installed"
+    return None
+
+
+def _fa3_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    if (why := _needs_cuda_half(device, dtype)) is not None:
+        return why
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if dtype != torch.bfloat16:
+        return "the forward-only build has no float16"
+    return _missing("fa3-fwd")
+
+
+_BACKENDS = {
+    "fa3": _Backend(_load_fa3, _fa3_why_not, "pip install 'offline-diffusion[gpu]'"),
+    "flash_attn": _Backend(
+        _load_flash_attn,
+        lambda device, dtype: _needs_cuda_half(device, dtype) or _missing("flash-attn"),
+        "pip install flash-attn --no-build-isolation",
+    ),
+    "torch_varlen": _Backend(_load_torch_varlen, _needs_cuda_half, "run on a GPU in bfloat16"),
+    "sdpa": _Backend(lambda: _sdpa, lambda device, dtype: None, ""),
+}
+"""Best first: ``auto`` takes the first that works."""
+
+
+def available_backends(device: torch.device, dtype: torch.dtype) -> list[BackendStatus]:
+    """All backends, best first, and whether each works on ``device`` in ``dtype``."""
+    statuses = []
+    for name, backend in _BACKENDS.items():
+        why = backend.why_not(device, dtype)
+        statuses.append(BackendStatus(name, why is None, why, backend.hint if why else None))
+    return statuses
+
+
+def load_backend(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, AttentionFunction]:
+    """The backend's name and function; ``auto`` picks the best that works.
+
+    Raises:
+        BackendError: It is unknown or does not work here; says which do.
+    """
+    statuses = {status.name: status for status in available_backends(device, dtype)}
+    working = [status.name for status in statuses.values() if status.works]
+    if name == "auto":
+        name = working[0]
+    if name not in statuses:
+        raise BackendError(f"unknown attention backend {name!r}, known: auto, {', '.join(statuses)}")
+    status = statuses[name]
+    if not status.works:
+        raise BackendError(
+            f"attention backend {name!r} does not work here: {status.why_not}; working: {', '.join(working)}",
+            hint=status.hint,
+        )
+    return name, _BACKENDS[name].load()

@@ -1,0 +1,333 @@
+"""The engine: takes requests, steps packs of them, hands out images."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offline_diffusion.config import EngineConfig
+from offline_diffusion.engine.memory import fit_token_budget
+from offline_diffusion.engine.model_runner import DecodedImage, ModelRunner
+from offline_diffusion.engine.packed_batch import PreparedRequest
+from offline_diffusion.engine.scheduler import LOOK_AHEAD, ScheduledRequest, Scheduler
+from offline_diffusion.engine.stats import EngineStats, StepTimer
+from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
+from offline_diffusion.request import Request, RequestMetrics, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+NUM_PREPARED_AHEAD = 4
+"""Waiting requests whose prompts are encoded and noise is drawn while steps run."""
+
+WAVE_POLL_S = 0.001
+"""Pause of an iteration in which a wave waits for company."""
+
+MAX_DECODING = 4
+"""Images that may be in decode at once before the next step waits for one."""
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """A request between ``add_request`` and its output."""
+
+    request: Request
+    prompt: TokenizedPrompt
+    negative: TokenizedPrompt | None
+    num_tokens: int
+    arrival: float
+    metrics: RequestMetrics
+    started: float | None = None
+    prepared: PreparedRequest | None = None
+    sum_batch_seqs: int = field(default=0)
+
+
+class Engine:
+    """Step-level continuous batching of unlike requests over one model.
+
+    Args:
+        model: A loaded family.
+        config: Scheduling options.
+        clock: Seconds; replaced in tests.
+    """
+
+    def __init__(
+        self, model: DiffusionModel, config: EngineConfig, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.model = model
+        self.runner = ModelRunner(model)
+        self.stats = EngineStats()
+        self.scheduler = Scheduler(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=fit_token_budget(model, config.max_num_batched_tokens),
+            policy=config.scheduling_policy,
+            step_execution=config.step_execution,
+            max_wait_s=config.request_batch_max_wait_ms / 1000,
+        )
+        self._timer = StepTimer(model.device, self.stats)
+        self._states: dict[str, _RequestState] = {}
+        self._done: list[RequestOutput] = []
+        self._clock = clock
+
+    # --- requests in -------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request. A request the model cannot take comes back as a failed output.
+
+        Raises:
+            ValueError: Another request with this id is at hand.
+        """
+        if request.request_id in self._states:
+            raise ValueError(f"request id {request.request_id!r} is already at hand")
+        try:
+            state = self._make_state(request)
+        except Exception as error:
+            self._done.append(RequestOutput(request, "failed", None, RequestMetrics(), *_describe(error)))
+            return
+        self._states[request.request_id] = state
+        self.scheduler.add(
+            ScheduledRequest(
+                request_id=request.request_id,
+                num_tokens=state.num_tokens,
+                num_steps=request.num_inference_steps,
+                num_seqs=1 + (state.negative is not None),
+                batch_key=self.model.batch_key(request),
+                wave_key=(request.height, request.width, request.num_inference_steps, request.cfg_active),
+                arrival=state.arrival,
+            )
+        )
+
+    def _make_state(self, request: Request) -> _RequestState:
+        prompt = self.model.tokenize(request.prompt)
+        guided = request.cfg_active and request.negative_prompt is not None
+        negative = self.model.tokenize(request.negative_prompt or "") if guided else None
+        branches = [prompt] if negative is None else [prompt, negative]
+        num_image_tokens = self.model.capabilities.num_image_tokens(request.height, request.width)
+        num_tokens = sum(num_image_tokens + branch.num_tokens for branch in branches)
+        metrics = RequestMetrics(
+            cfg_active=negative is not None,
+            num_tokens=num_tokens,
+            prompt_tokens=prompt.num_tokens,
+            truncated_tokens=sum(branch.truncated_tokens for branch in branches),
+        )
+        return _RequestState(request, prompt, negative, num_tokens, self._clock(), metrics)
+
+    def abort(self, request_id: str) -> bool:
+        """Drops a request between steps; its output has status ``aborted``. False when unknown."""
+        if not self.scheduler.remove(request_id):
+            return False
+        self._finish(self._states[request_id], "aborted")
+        return True
+
+    def close_source(self) -> None:
+        """No more requests will come: waves stop waiting for company."""
+        self.scheduler.no_more_requests = True
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting, running, decoding or not yet handed out."""
+        return bool(self._states or self._done)
+
+    # --- one iteration -----------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """One denoise step for all running requests; returns the outputs that are ready."""
+        self._reserve_decode_slot()
+        plan = self.scheduler.schedule(self._clock())
+        running = [state for entry in plan.running if (state := self._ready(entry.request_id))]
+        if running and self._denoise(running):
+            for entry in self.scheduler.advance():
+                self._decode(self._states[entry.request_id])
+        elif not plan.running and self.scheduler.waiting:
+            time.sleep(WAVE_POLL_S)
+        self._prepare_ahead()
+        self._collect(wait=not self.scheduler.running and not self.scheduler.waiting)
+        outputs, self._done = self._done, []
+        return outputs
+
+    def _ready(self, request_id: str) -> _RequestState | None:
+        """A running request with its prompts encoded; None when it failed on the way."""
+        state = self._states[request_id]
+        if state.started is None:
+            state.started = self._clock()
+            state.metrics.queue_s = state.started - state.arrival
+        return state if self._prepare(state) else None
+
+    def _prepare(self, state: _RequestState) -> bool:
+        if state.prepared is not None:
+            return True
+        start = self._clock()
+        try:
+            state.prepared = self.runner.prepare(state.request, state.prompt, state.negative)
+        except Exception as error:
+            _forget_device_errors(error)
+            self.scheduler.remove(state.request.request_id)
+            self._finish(state, "failed", *_describe(error))
+            return False
+        state.metrics.encode_s = self._clock() - start
+        return True
+
+    def _prepare_ahead(self) -> None:
+        """At most one a step, so that the next step is never far away."""
+        for entry in self.scheduler.upcoming(NUM_PREPARED_AHEAD):
+            state = self._states[entry.request_id]
+            if state.prepared is None:
+                self._prepare(state)
+                return
+
+    def _denoise(self, running: Sequence[_RequestState]) -> bool:
+        """One step; False when it did not happen and the next iteration tries again."""
+        prepared = [state.prepared for state in running if state.prepared is not None]
+        start = self._timer.begin()
+        try:
+            num_seqs = self.runner.denoise(prepared)
+        except torch.OutOfMemoryError as error:
+            self._on_out_of_memory(running, error)
+            return False
+        except Exception as error:
+            self._on_step_failure(running, error)
+            return False
+        self._timer.end(start, [(state.metrics, state.num_tokens) for state in running])
+        self._count_step(running, num_seqs)
+        return True
+
+    def _count_step(self, running: Sequence[_RequestState], num_seqs: int) -> None:
+        self.stats.num_steps += 1
+        self.stats.num_step_tokens += sum(state.num_tokens for state in running)
+        self.stats.num_step_seqs += num_seqs
+        self.stats.budget_tokens += self.scheduler.max_num_batched_tokens
+        for state in running:
+            state.metrics.steps_run += 1
+            state.sum_batch_seqs += num_seqs
+
+    # --- faults ------------------------------------------------------------------------------
+
+    def _on_out_of_memory(self, running: Sequence[_RequestState], error: BaseException) -> None:
+        """Shrinks the budget and tries again; a request that is alone fails with its numbers."""
+        self._forget_pack(error)
+        num_tokens = sum(state.num_tokens for state in running)
+        if len(running) == 1:
+            self._fail(running[0], "out_of_memory", f"{num_tokens} tokens in a step do not fit: {error}")
+            return
+        evicted = self.scheduler.shrink(num_tokens // 2)
+        logger.warning(
+            "out of memory at %d tokens a step: the budget is now %d, %d requests wait again",
+            num_tokens,
+            self.scheduler.max_num_batched_tokens,
+            len(evicted),
+        )
+
+    def _on_step_failure(self, running: Sequence[_RequestState], error: Exception) -> None:
+        """Finds whose fault it was by stepping each request alone; the others go on."""
+        self._forget_pack(error)
+        if len(running) == 1:
+            self._fail(running[0], *_describe(error))
+            return
+        for state in running:
+            assert state.prepared is not None
+            try:
+                self.runner.denoise([state.prepared])
+                self.runner.drop_batch()
+            except Exception as own:
+                self._forget_pack(own)
+                self._fail(state, *_describe(own))
+                continue
+            self._count_step([state], 1 + (state.negative is not None))
+        for entry in self.scheduler.advance():
+            self._decode(self._states[entry.request_id])
+
+    def _forget_pack(self, error: BaseException) -> None:
+        self.runner.drop_batch()
+        _forget_device_errors(error)
+
+    def _fail(self, state: _RequestState, error_type: str, error: str) -> None:
+        self.scheduler.remove(state.request.request_id)
+        self._finish(state, "failed", error_type, error)
+
+    # --- images out --------------------------------------------------------------------------
+
+    def _decode(self, state: _RequestState) -> None:
+        assert state.prepared is not None and state.started is not None
+        state.metrics.denoise_s = self._clock() - state.started
+        self.runner.drop_batch()
+        try:
+            self.runner.decode(state.prepared)
+        except Exception as error:
+            _forget_device_errors(error)
+            self._finish(state, "failed", *_describe(error))
+
+    def _reserve_decode_slot(self) -> None:
+        while self.runner.num_decoding >= MAX_DECODING:
+            self._collect(wait=True)
+
+    def _collect(self, *, wait: bool) -> None:
+        for image in self.runner.collect(wait=wait):
+            self._hand_out(image)
+
+    def _hand_out(self, image: DecodedImage) -> None:
+        state = self._states[image.request.request_id]
+        self._timer.settle()
+        state.metrics.decode_s = image.decode_s()
+        if not bool(image.is_finite):
+            self._finish(state, "failed", "nan", "the final latents hold NaN or infinity")
+            return
+        output = self._finish(state, "ok")
+        output.pixels = image.to_numpy()
+
+    def _finish(
+        self, state: _RequestState, status: str, error_type: str | None = None, error: str | None = None
+    ) -> RequestOutput:
+        metrics = state.metrics
+        metrics.total_s = self._clock() - state.arrival
+        metrics.peak_memory_bytes = self.runner.peak_memory_bytes()
+        if metrics.steps_run:
+            metrics.mean_batch_seqs = state.sum_batch_seqs / metrics.steps_run
+        self.stats.num_finished += status == "ok"
+        self.stats.num_failed += status == "failed"
+        del self._states[state.request.request_id]
+        output = RequestOutput(state.request, status, None, metrics, error_type, error)  # type: ignore[arg-type]
+        self._done.append(output)
+        return output
+
+    # --- the whole way -----------------------------------------------------------------------
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
+        """Draws ``requests``, pulled lazily so that any number fits in memory; outputs as they finish."""
+        source = iter(requests)
+        is_open = True
+        self.scheduler.no_more_requests = False
+        while is_open or self.has_unfinished:
+            while is_open and self.num_waiting < LOOK_AHEAD:
+                request = next(source, None)
+                if request is None:
+                    is_open = False
+                    self.close_source()
+                    break
+                self.add_request(request)
+            yield from self.step()
+
+
+def _describe(error: Exception) -> tuple[str, str]:
+    """``error_type`` and ``error`` of an output."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out_of_memory", str(error)
+    return "model_error", f"{type(error).__name__}: {error}"
+
+
+def _forget_device_errors(error: BaseException) -> None:
+    """Lets go of tensors that the traceback's frames hold, and of cached blocks after an OOM."""
+    error.__traceback__ = None
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()

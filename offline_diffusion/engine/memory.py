@@ -1,0 +1,106 @@
+"""How many tokens a step may have on this device, measured at start."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
+from offline_diffusion.models.base import DiffusionModel
+from offline_diffusion.request import Request
+
+logger = logging.getLogger(__name__)
+
+RESERVE = 0.05
+"""Share of the device's memory left to fragmentation and libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """Peaks over the resident weights, in bytes."""
+
+    free_bytes: int
+    denoise_bytes: int
+    decode_bytes: int
+
+
+@torch.inference_mode()
+def fit_token_budget(model: DiffusionModel, max_num_batched_tokens: int) -> int:
+    """The budget asked for, or less where one step and one decode beside it would not fit.
+
+    On a GPU one real step of that many tokens is run, and one decode at the model's default size;
+    peaks are taken to grow linearly with tokens. Elsewhere the budget is returned as it is.
+    """
+    if model.device.type != "cuda":
+        return max_num_batched_tokens
+    profile = measure_memory(model, max_num_batched_tokens)
+    room = profile.free_bytes - profile.decode_bytes
+    if profile.denoise_bytes <= room:
+        return max_num_batched_tokens
+    budget = max(1, int(max_num_batched_tokens * room / profile.denoise_bytes))
+    logger.warning(
+        "a step of %d tokens takes %.1f GiB and a decode %.1f GiB, %.1f GiB are free: the budget is %d tokens",
+        max_num_batched_tokens,
+        profile.denoise_bytes / 2**30,
+        profile.decode_bytes / 2**30,
+        profile.free_bytes / 2**30,
+        budget,
+    )
+    return budget
+
+
+def measure_memory(model: DiffusionModel, num_tokens: int) -> MemoryProfile:
+    """Runs one step and one decode and reads the allocator's peaks."""
+    free, total = torch.cuda.mem_get_info(model.device)
+    reserved = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+    caps = model.capabilities
+    decode = _peak(model, lambda: _decode_once(model, caps.default_height, caps.default_width))
+    try:
+        denoise = _peak(model, lambda: _step_once(model, num_tokens))
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        smaller = max(1, num_tokens // 8)
+        denoise = _peak(model, lambda: _step_once(model, smaller)) * num_tokens // smaller
+    return MemoryProfile(int(free + reserved - RESERVE * total), denoise, decode)
+
+
+def _peak(model: DiffusionModel, work: object) -> int:
+    assert callable(work)
+    torch.cuda.synchronize(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    work()
+    torch.cuda.synchronize(model.device)
+    return int(torch.cuda.max_memory_allocated(model.device)) - before
+
+
+def _step_once(model: DiffusionModel, num_tokens: int) -> None:
+    caps = model.capabilities
+    prompt = model.prepare_encode(model.tokenize("measure"))
+    side = caps.size_multiple * max(1, int(num_tokens**0.5) * caps.patch_pixels // caps.size_multiple)
+    side = min(side, 2048)
+    tokens_each = caps.num_image_tokens(side, side) + prompt.shape[0]
+    requests = []
+    for index in range(max(1, num_tokens // tokens_each)):
+        request = Request(
+            request_id=str(index),
+            prompt="measure",
+            height=side,
+            width=side,
+            num_inference_steps=2,
+            true_cfg_scale=1.0,
+            seed=index,
+        )
+        sigmas, timesteps = model.prepare_timesteps(request)
+        latents = model.prepare_latents(request).to(model.device).float()
+        requests.append(PreparedRequest(request, prompt, None, sigmas, timesteps, latents))
+    batch = PackedBatch.build(requests, model)
+    batch.step_scheduler(model.denoise_step(batch.refresh()), model)
+
+
+def _decode_once(model: DiffusionModel, height: int, width: int) -> None:
+    num_tokens = model.capabilities.num_image_tokens(height, width)
+    latents = torch.randn(num_tokens, model.num_latent_channels, device=model.device)
+    model.post_decode(latents, height, width)

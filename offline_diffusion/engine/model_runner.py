@@ -1,0 +1,183 @@
+"""Runs the stages of requests on the device: encode, denoise, decode, copy.
+
+On a GPU, decoding and the copy to the host run on a side stream beside the next steps, and nothing
+here waits for the device but `StepTimer`, which keeps the host at most two steps ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
+from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
+from offline_diffusion.request import Request
+
+PROMPT_CACHE_SIZE = 1024
+"""Encoded prompts kept for reuse; at full size one is at most 3 MB."""
+
+
+@dataclass(slots=True)
+class DecodedImage:
+    """An image on its way to the host.
+
+    Args:
+        request: Whose.
+        pixels: uint8 ``[height, width, 3]``, host memory; valid once ``ready()``.
+        is_finite: One bool, host memory: whether the final latents were all finite.
+        done: Recorded after the copy; None where work is synchronous.
+        start: Recorded before the decode, likewise.
+        seconds: Decode time where work is synchronous.
+    """
+
+    request: Request
+    pixels: Tensor
+    is_finite: Tensor
+    done: torch.cuda.Event | None
+    start: torch.cuda.Event | None
+    seconds: float
+
+    def ready(self) -> bool:
+        """Whether pixels may be read without waiting."""
+        return self.done is None or self.done.query()
+
+    def wait(self) -> None:
+        """Blocks until pixels may be read."""
+        if self.done is not None:
+            self.done.synchronize()
+
+    def decode_s(self) -> float:
+        """Device seconds of decode and copy."""
+        if self.done is None or self.start is None:
+            return self.seconds
+        return self.start.elapsed_time(self.done) / 1000
+
+    def to_numpy(self) -> np.ndarray:
+        return self.pixels.numpy()
+
+
+class ModelRunner:
+    """Holds the model, the current pack and the images being decoded.
+
+    Args:
+        model: A loaded family.
+    """
+
+    def __init__(self, model: DiffusionModel) -> None:
+        self.model = model
+        self._batch: PackedBatch | None = None
+        self._batch_ids: tuple[str, ...] = ()
+        self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._decoding: deque[DecodedImage] = deque()
+        on_gpu = model.device.type == "cuda"
+        self._side_stream = torch.cuda.Stream(model.device) if on_gpu else None
+
+    # --- encode ------------------------------------------------------------------------------
+
+    def prepare(
+        self, request: Request, prompt: TokenizedPrompt, negative: TokenizedPrompt | None
+    ) -> PreparedRequest:
+        """Encodes the prompts (each distinct one once), draws the noise, lays out the schedule."""
+        sigmas, timesteps = self.model.prepare_timesteps(request)
+        return PreparedRequest(
+            request=request,
+            prompt_embeds=self._encode(prompt),
+            negative_embeds=None if negative is None else self._encode(negative),
+            sigmas=sigmas,
+            timesteps=timesteps,
+            latents=self.model.prepare_latents(request).to(self.model.device).float(),
+        )
+
+    def _encode(self, prompt: TokenizedPrompt) -> Tensor:
+        embeds = self._prompts.get(prompt.input_ids)
+        if embeds is None:
+            embeds = self._prompts[prompt.input_ids] = self.model.prepare_encode(prompt)
+            if len(self._prompts) > PROMPT_CACHE_SIZE:
+                self._prompts.popitem(last=False)
+        self._prompts.move_to_end(prompt.input_ids)
+        return embeds
+
+    # --- denoise -----------------------------------------------------------------------------
+
+    def denoise(self, requests: Sequence[PreparedRequest]) -> int:
+        """One step for all ``requests`` in one forward; returns the number of sequences.
+
+        Between two calls with the same requests in the same order the pack is reused as it is.
+        Nothing has changed if this raises: the step can be tried again with fewer requests.
+        """
+        ids = tuple(request.request.request_id for request in requests)
+        if self._batch is None or ids != self._batch_ids:
+            self.drop_batch()
+            self._batch, self._batch_ids = PackedBatch.build(list(requests), self.model), ids
+        batch = self._batch
+        noise_pred = self.model.denoise_step(batch.refresh())
+        batch.step_scheduler(noise_pred, self.model)
+        return batch.num_seqs
+
+    def drop_batch(self) -> None:
+        """Gives the requests of the current pack their latents back and forgets the pack."""
+        if self._batch is not None:
+            self._batch.release()
+        self._batch, self._batch_ids = None, ()
+
+    # --- decode ------------------------------------------------------------------------------
+
+    def decode(self, prepared: PreparedRequest) -> None:
+        """Starts decoding a finished request; `collect` hands the image out. Needs a dropped pack."""
+        if self._side_stream is None:
+            start = time.perf_counter()
+            pixels, is_finite = self._post_decode(prepared)
+            image = DecodedImage(
+                prepared.request, pixels, is_finite, None, None, time.perf_counter() - start
+            )
+        else:
+            image = self._decode_beside(prepared, self._side_stream)
+        self._decoding.append(image)
+
+    def _post_decode(self, prepared: PreparedRequest) -> tuple[Tensor, Tensor]:
+        request = prepared.request
+        pixels = self.model.post_decode(prepared.latents, request.height, request.width)
+        return pixels, prepared.latents.isfinite().all()
+
+    def _decode_beside(self, prepared: PreparedRequest, stream: torch.cuda.Stream) -> DecodedImage:
+        stream.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(stream):
+            start = torch.cuda.Event(enable_timing=True)
+            start.record()
+            pixels, is_finite = self._post_decode(prepared)
+            prepared.latents.record_stream(stream)
+            host_pixels = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
+            host_finite = torch.empty((), dtype=torch.bool, pin_memory=True)
+            host_pixels.copy_(pixels, non_blocking=True)
+            host_finite.copy_(is_finite, non_blocking=True)
+            done = torch.cuda.Event(enable_timing=True)
+            done.record()
+        return DecodedImage(prepared.request, host_pixels, host_finite, done, start, 0.0)
+
+    def collect(self, *, wait: bool) -> list[DecodedImage]:
+        """Images that have arrived, in the order they were started; with ``wait``, at least one."""
+        arrived: list[DecodedImage] = []
+        while self._decoding:
+            image = self._decoding[0]
+            if not image.ready():
+                if arrived or not wait:
+                    break
+                image.wait()
+            arrived.append(self._decoding.popleft())
+        return arrived
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._decoding)
+
+    def peak_memory_bytes(self) -> int:
+        """Most device memory allocated so far; 0 where the device does not tell."""
+        if self.model.device.type != "cuda":
+            return 0
+        return int(torch.cuda.max_memory_allocated(self.model.device))

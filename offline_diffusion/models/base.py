@@ -1,0 +1,115 @@
+"""The contract between the engine and a model family.
+
+A family is one file with one class that offers `DiffusionModel`. It knows its weights and its
+arithmetic; which requests run together, when and for how long is none of its business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from offline_diffusion.attention.metadata import AttentionMetadata
+from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.request import Request
+
+GuidanceRule = Literal["plain", "norm_rescale"]
+"""How the two branches are combined; ``norm_rescale`` restores the positive branch's norm per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt as token ids, cut to the model's limit.
+
+    ``num_tokens`` is the length of the text stream, ``truncated_tokens`` how many were cut.
+    """
+
+    input_ids: tuple[int, ...]
+    num_tokens: int
+    truncated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """Rotary angles of one sequence in joint order (text, then image), ``[S, D/2]`` float32 each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(slots=True)
+class PackedInput:
+    """What a packed family's forward sees: two flat streams and how they fall into sequences.
+
+    All but ``latents`` and ``timesteps`` are set by ``PackedBatch`` when the composition changes
+    and stay; those two are new every step. T_img and T_txt count tokens over all sequences,
+    T_joint is their sum, R is the number of requests.
+
+    Args:
+        latents: ``[T_img, C]`` float32, noisy image tokens of every sequence.
+        timesteps: ``[R]`` float32, 0 … 1000.
+        prompt_embeds: ``[T_txt, H]``, the text stream at the blocks' width.
+        img_request: ``[T_img]`` int64, whose timestep an image token has.
+        txt_request: ``[T_txt]`` int64, likewise for text tokens.
+        img_to_joint: ``[T_img]`` int64, place of an image token in joint order.
+        txt_to_joint: ``[T_txt]`` int64, place of a text token in joint order.
+        rotary: Angles of every token in joint order.
+        attention: Bounds of the sequences in joint order.
+    """
+
+    latents: Tensor
+    timesteps: Tensor
+    prompt_embeds: Tensor
+    img_request: Tensor
+    txt_request: Tensor
+    img_to_joint: Tensor
+    txt_to_joint: Tensor
+    rotary: RotaryTable
+    attention: AttentionMetadata
+
+
+class DiffusionModel(Protocol):
+    """A loaded model. Tensors it returns lie on ``device`` unless said otherwise."""
+
+    capabilities: Capabilities
+    device: torch.device
+    dtype: torch.dtype
+    guidance_rule: GuidanceRule
+    num_latent_channels: int
+    """Channels C of an image token."""
+    attention_backend: str
+
+    def batch_key(self, request: Request) -> Any:
+        """Requests with equal keys may share a step. Constant for packed families."""
+        ...
+
+    def tokenize(self, prompt: str) -> TokenizedPrompt:
+        """Token ids as the family's diffusers pipeline makes them for this prompt alone. Host only."""
+        ...
+
+    def prepare_encode(self, prompt: TokenizedPrompt) -> Tensor:
+        """The text stream of one prompt, ``[num_tokens, H]``, ready for the first block."""
+        ...
+
+    def prepare_latents(self, request: Request) -> Tensor:
+        """The request's own noise, ``[image tokens, C]`` on the CPU, as diffusers draws it."""
+        ...
+
+    def prepare_timesteps(self, request: Request) -> tuple[Tensor, Tensor]:
+        """``sigmas`` ``[steps + 1]`` and ``timesteps`` ``[steps]``, float32 on the CPU."""
+        ...
+
+    def rotary_table(self, height: int, width: int, num_text_tokens: int) -> RotaryTable:
+        """Angles of one sequence from the request's own shape in pixels."""
+        ...
+
+    def denoise_step(self, batch: PackedInput) -> Tensor:
+        """Noise prediction ``[T_img, C]`` in the model's dtype."""
+        ...
+
+    def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Pixels uint8 ``[height, width, 3]`` of one request's final ``latents`` ``[S, C]``."""
+        ...

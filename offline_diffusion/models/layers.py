@@ -1,0 +1,51 @@
+"""Layers of a packed forward whose rows do not depend on one another, to the last bit."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MIN_ROWS = 64
+"""A row of a cuBLAS product is the same bits for every row count from this one up (see gpu tests)."""
+
+MIN_ROWS_NARROW = 2048
+"""The same for products with few output columns, such as the output projection to 64."""
+
+NARROW_COLUMNS = 512
+
+
+class PackedLinear:
+    """``x @ weight.T + bias`` over the rows of a ragged batch: the one place where linear layers run.
+
+    On a GPU, small inputs are padded with zero rows so that the library picks the same kernel
+    whatever else is in the batch; the padding is cut off again.
+
+    Args:
+        layers: Linear layers of one input, fused into one product; outputs are concatenated.
+    """
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        if len(layers) == 1:
+            self.weight, self.bias = layers[0].weight.detach(), _bias(layers[0])
+        else:
+            self.weight = torch.cat([layer.weight.detach() for layer in layers])
+            self.bias = torch.cat([_bias(layer) for layer in layers])
+        self.min_rows = MIN_ROWS_NARROW if self.weight.shape[0] < NARROW_COLUMNS else MIN_ROWS
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[T, in]`` → ``[T, out]``."""
+        return F.linear(pad_rows(x, self.min_rows), self.weight, self.bias)[: x.shape[0]]
+
+
+def pad_rows(x: Tensor, min_rows: int) -> Tensor:
+    """``x`` with zero rows appended up to ``min_rows`` on a GPU; as it is elsewhere."""
+    if not x.is_cuda or x.shape[0] >= min_rows:
+        return x
+    return torch.cat((x, x.new_zeros(min_rows - x.shape[0], *x.shape[1:])))
+
+
+def _bias(layer: nn.Linear) -> Tensor:
+    if layer.bias is None:
+        return torch.zeros(layer.out_features, dtype=layer.weight.dtype, device=layer.weight.device)
+    return layer.bias.detach()

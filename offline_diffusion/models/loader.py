@@ -1,0 +1,76 @@
+"""Loads a checkpoint's weights through diffusers and hands them to its family."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+import torch
+
+from offline_diffusion.config import EngineConfig
+from offline_diffusion.errors import BackendError, ModelError
+from offline_diffusion.models.base import DiffusionModel
+from offline_diffusion.models.registry import Checkpoint, find_checkpoint
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is the first CUDA device, else the CPU.
+
+    Raises:
+        BackendError: The device is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BackendError(f"unknown device {name!r}, allowed: auto, cpu, cuda, cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BackendError(f"device {name!r} is not supported, allowed: auto, cpu, cuda, cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BackendError(f"device {name!r} is not there: {torch.cuda.device_count()} CUDA devices found")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return cast(torch.dtype, getattr(torch, name))
+
+
+def load_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> DiffusionModel:
+    """Loads the weights onto the device.
+
+    Raises:
+        ModelError: The checkpoint cannot be loaded; `UnsupportedModelError` names a config key.
+        BackendError: The device or the attention backend does not work here.
+    """
+    checkpoint = checkpoint or find_checkpoint(config.model, config.revision)
+    device = resolve_device(config.device)
+    pipeline = _load_pipeline(checkpoint, resolve_dtype(config.dtype, device)).to(device)
+    return model_from_pipeline(pipeline, checkpoint, device, config.attention_backend)
+
+
+def model_from_pipeline(
+    pipeline: Any, checkpoint: Checkpoint, device: torch.device, attention_backend: str = "auto"
+) -> DiffusionModel:
+    """Wraps a loaded diffusers pipeline whose modules are on ``device``; its weights are shared."""
+    family = checkpoint.family
+    model_class = getattr(importlib.import_module(family.module), family.class_name)
+    return cast(DiffusionModel, model_class(pipeline, checkpoint.capabilities, device, attention_backend))
+
+
+def _load_pipeline(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    pipeline_class = getattr(diffusers, checkpoint.family.pipeline)
+    try:
+        return pipeline_class.from_pretrained(
+            checkpoint.source, revision=checkpoint.revision, dtype=dtype, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{checkpoint.source} cannot be loaded: {error}") from error

@@ -1,0 +1,274 @@
+"""Qwen-Image: a double-stream transformer over packed sequences of unlike shape.
+
+The arithmetic follows diffusers' ``QwenImageTransformer2DModel`` and ``QwenImagePipeline`` (0.42),
+row by row; what differs is that the rows of many requests lie in two flat streams, image and text,
+and that both guidance branches are sequences of the same forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from offline_diffusion.attention.backends import AttentionFunction, load_backend
+from offline_diffusion.errors import UnsupportedModelError
+from offline_diffusion.kernels.packed_ops import gate_residual, norm_modulate, rotate
+from offline_diffusion.models.base import GuidanceRule, PackedInput, RotaryTable, TokenizedPrompt
+from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.models.layers import MIN_ROWS, PackedLinear, pad_rows
+from offline_diffusion.request import Request
+
+LAYER_NORM_EPS = 1e-6
+TOKENIZER_LIMIT = 1024
+"""Prompt tokens the pipeline feeds to the text encoder before it keeps the first 512."""
+
+
+class _Stream:
+    """One stream's weights in a block: image or text."""
+
+    def __init__(self, mod: Any, to_qkv: list[nn.Linear], norms: list[Any], to_out: Any, mlp: Any) -> None:
+        self.modulation = PackedLinear(mod[1])
+        self.to_qkv = PackedLinear(*to_qkv)
+        self.norm_q, self.norm_k = norms
+        self.to_out = PackedLinear(to_out)
+        self.mlp_in, self.mlp_out = PackedLinear(mlp.net[0].proj), PackedLinear(mlp.net[2])
+
+    def qkv(self, x: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``[T, H]`` → q, k, v ``[T, A, D]``, q and k normed per head."""
+        q, k, v = self.to_qkv(x).unflatten(-1, (3, num_heads, -1)).unbind(1)
+        return self._norm(q, self.norm_q), self._norm(k, self.norm_k), v
+
+    @staticmethod
+    def _norm(x: Tensor, norm: Any) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.mlp_out(F.gelu(self.mlp_in(x), approximate="tanh"))
+
+
+class _Block:
+    """A double-stream block: joint attention, then each stream's feed-forward."""
+
+    def __init__(self, block: Any) -> None:
+        attn = block.attn
+        self.num_heads = attn.heads
+        self.img = _Stream(
+            block.img_mod,
+            [attn.to_q, attn.to_k, attn.to_v],
+            [attn.norm_q, attn.norm_k],
+            attn.to_out[0],
+            block.img_mlp,
+        )
+        self.txt = _Stream(
+            block.txt_mod,
+            [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj],
+            [attn.norm_added_q, attn.norm_added_k],
+            attn.to_add_out,
+            block.txt_mlp,
+        )
+
+    def __call__(
+        self, img: Tensor, txt: Tensor, temb: Tensor, batch: PackedInput, attend: AttentionFunction
+    ) -> tuple[Tensor, Tensor]:
+        """``img`` ``[T_img, H]``, ``txt`` ``[T_txt, H]``, ``temb`` ``[R, H]`` after its SiLU."""
+        img_mod = self.img.modulation(temb).chunk(6, dim=-1)
+        txt_mod = self.txt.modulation(temb).chunk(6, dim=-1)
+        img_in = norm_modulate(img, img_mod[0], img_mod[1], batch.img_request, LAYER_NORM_EPS)
+        txt_in = norm_modulate(txt, txt_mod[0], txt_mod[1], batch.txt_request, LAYER_NORM_EPS)
+        joint = self._attention(img_in, txt_in, batch, attend)
+        img_attn = self.img.to_out(joint.index_select(0, batch.img_to_joint))
+        txt_attn = self.txt.to_out(joint.index_select(0, batch.txt_to_joint))
+        img = self._finish(self.img, img, img_attn, img_mod, batch.img_request)
+        txt = self._finish(self.txt, txt, txt_attn, txt_mod, batch.txt_request)
+        return img, txt
+
+    def _attention(self, img: Tensor, txt: Tensor, batch: PackedInput, attend: AttentionFunction) -> Tensor:
+        """Joint attention in joint order, ``[T_joint, H]``."""
+        merged = []
+        for img_part, txt_part in zip(
+            self.img.qkv(img, self.num_heads), self.txt.qkv(txt, self.num_heads), strict=True
+        ):
+            joint = img_part.new_empty(img_part.shape[0] + txt_part.shape[0], *img_part.shape[1:])
+            joint.index_copy_(0, batch.img_to_joint, img_part)
+            joint.index_copy_(0, batch.txt_to_joint, txt_part)
+            merged.append(joint)
+        q, k, v = merged
+        q = rotate(q, batch.rotary.cos, batch.rotary.sin)
+        k = rotate(k, batch.rotary.cos, batch.rotary.sin)
+        return attend(q, k, v, batch.attention).flatten(1)
+
+    @staticmethod
+    def _finish(stream: _Stream, x: Tensor, attn: Tensor, mod: tuple[Tensor, ...], index: Tensor) -> Tensor:
+        x = gate_residual(x, attn, mod[2], index)
+        hidden = norm_modulate(x, mod[3], mod[4], index, LAYER_NORM_EPS)
+        return gate_residual(x, stream.mlp(hidden), mod[5], index)
+
+
+class QwenImage:
+    """The family's model. Offers `models.base.DiffusionModel`.
+
+    Args:
+        pipeline: A loaded diffusers ``QwenImagePipeline``, its modules on ``device``.
+        capabilities: Of this checkpoint.
+        device: Where the modules are.
+        attention_backend: A name of `attention.backends`, or ``auto``.
+
+    Raises:
+        UnsupportedModelError: The config turns on what is not built here; names it.
+        BackendError: The attention backend does not work here.
+    """
+
+    guidance_rule: GuidanceRule = "norm_rescale"
+
+    def __init__(
+        self, pipeline: Any, capabilities: Capabilities, device: torch.device, attention_backend: str = "auto"
+    ) -> None:
+        transformer = pipeline.transformer
+        refuse_unsupported(transformer.config, pipeline.scheduler)
+        self.capabilities, self.device, self.dtype = capabilities, device, transformer.dtype
+        self.num_latent_channels: int = transformer.config.in_channels
+        self.attention_backend, self._attend = load_backend(attention_backend, device, self.dtype)
+        self._pipeline, self._transformer = pipeline, transformer
+        self._img_in, self._txt_in = PackedLinear(transformer.img_in), PackedLinear(transformer.txt_in)
+        self._blocks = [_Block(block) for block in transformer.transformer_blocks]
+        self._norm_out = PackedLinear(transformer.norm_out.linear)
+        self._proj_out = PackedLinear(transformer.proj_out)
+        embedder = transformer.time_text_embed.timestep_embedder
+        self._time_in, self._time_out = PackedLinear(embedder.linear_1), PackedLinear(embedder.linear_2)
+        vae = pipeline.vae
+        self._latents_mean, self._latents_std = (
+            torch.tensor(values, dtype=vae.dtype, device=device).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+
+    def batch_key(self, request: Request) -> None:
+        """Everything packs with everything."""
+
+    # --- before the first step -------------------------------------------------------------
+
+    def tokenize(self, prompt: str) -> TokenizedPrompt:
+        """Template, prompt and limits as in the pipeline; the template's head does not count."""
+        drop = self._pipeline.prompt_template_encode_start_idx
+        text = self._pipeline.prompt_template_encode.format(prompt)
+        input_ids = self._pipeline.tokenizer(text)["input_ids"]
+        kept = min(len(input_ids) - drop, self.capabilities.max_prompt_tokens)
+        cut = len(input_ids) - drop - kept
+        return TokenizedPrompt(tuple(input_ids[: TOKENIZER_LIMIT + drop]), kept, cut)
+
+    def prepare_encode(self, prompt: TokenizedPrompt) -> Tensor:
+        """Encoded alone: no padding, so no dependence on other prompts. ``[num_tokens, H]``."""
+        input_ids = torch.tensor([prompt.input_ids], device=self.device)
+        encoder = self._pipeline.text_encoder.model  # without the language head, whose logits nobody reads
+        hidden = encoder(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).last_hidden_state
+        drop = self._pipeline.prompt_template_encode_start_idx
+        embeds = hidden[0, drop : drop + prompt.num_tokens].to(self.dtype)
+        return self._txt_in(self._transformer.txt_norm(embeds))
+
+    def prepare_latents(self, request: Request) -> Tensor:
+        """Drawn on the CPU in the model's dtype by the request's own generator, then patchified 2×2."""
+        rows, columns = self._grid(request.height, request.width)
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        channels = self.num_latent_channels // 4
+        noise = torch.randn((channels, 2 * rows, 2 * columns), generator=generator, dtype=self.dtype)
+        patches = noise.view(channels, rows, 2, columns, 2).permute(1, 3, 0, 2, 4)
+        return patches.reshape(rows * columns, self.num_latent_channels)
+
+    def prepare_timesteps(self, request: Request) -> tuple[Tensor, Tensor]:
+        """The noise scheduler's own tables for this size and step count.
+
+        One step: the schedule's only sigma is 1, which the stretch to ``shift_terminal`` turns into
+        0/0; there is nothing to stretch then, so it stays 1.
+        """
+        noise_scheduler = self._pipeline.scheduler
+        steps = request.num_inference_steps
+        sigmas = np.linspace(1.0, 1 / steps, steps)
+        mu = dynamic_shift(
+            self.capabilities.num_image_tokens(request.height, request.width), noise_scheduler.config
+        )
+        if steps == 1 and noise_scheduler.config.shift_terminal:
+            return torch.tensor([1.0, 0.0]), torch.tensor([float(noise_scheduler.config.num_train_timesteps)])
+        noise_scheduler.set_timesteps(sigmas=sigmas, mu=mu, device="cpu")
+        return noise_scheduler.sigmas.clone(), noise_scheduler.timesteps.clone()
+
+    def rotary_table(self, height: int, width: int, num_text_tokens: int) -> RotaryTable:
+        """From the transformer's own position tables; text positions start beyond the image's."""
+        rows, columns = self._grid(height, width)
+        img, txt = self._transformer.pos_embed(
+            [(1, rows, columns)], max_txt_seq_len=num_text_tokens, device=self.device
+        )
+        angles = torch.cat((txt, img))
+        return RotaryTable(angles.real.contiguous(), angles.imag.contiguous())
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        patch = self.capabilities.patch_pixels
+        return height // patch, width // patch
+
+    # --- every step --------------------------------------------------------------------------
+
+    def denoise_step(self, batch: PackedInput) -> Tensor:
+        """One forward over all sequences, ``[T_img, C]``."""
+        temb = F.silu(self._time_embedding(pad_rows(batch.timesteps, MIN_ROWS)))  # padded once for all blocks
+        img = self._img_in(batch.latents.to(self.dtype))
+        txt = batch.prompt_embeds
+        for block in self._blocks:
+            img, txt = block(img, txt, temb, batch, self._attend)
+        scale, shift = self._norm_out(temb).chunk(2, dim=-1)
+        return self._proj_out(norm_modulate(img, shift, scale, batch.img_request, LAYER_NORM_EPS))
+
+    def _time_embedding(self, timesteps: Tensor) -> Tensor:
+        """``[R]`` → ``[R, H]``; the model takes timesteps from 0 to 1, rounded to its dtype."""
+        projected = self._transformer.time_text_embed.time_proj(timesteps.to(self.dtype) / 1000)
+        return self._time_out(F.silu(self._time_in(projected.to(self.dtype))))
+
+    # --- after the last step -----------------------------------------------------------------
+
+    def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """VAE decode of one request alone, uint8 ``[height, width, 3]``."""
+        vae = self._pipeline.vae
+        rows, columns = self._grid(height, width)
+        channels = self.num_latent_channels // 4
+        grid = latents.view(rows, columns, channels, 2, 2).permute(2, 0, 3, 1, 4)
+        grid = grid.reshape(1, channels, 1, 2 * rows, 2 * columns).to(vae.dtype)
+        grid = grid * self._latents_std + self._latents_mean
+        image = vae.decode(grid, return_dict=False)[0][0, :, 0].float()  # [3, h, w] in -1 … 1
+        scaled = (image * 0.5 + 0.5).clamp(0, 1) * 255
+        return scaled.round().to(torch.uint8).permute(1, 2, 0).contiguous()
+
+
+def dynamic_shift(num_image_tokens: int, config: Any) -> float:
+    """The timestep shift ``mu``: linear in the image's tokens, from ``base_shift`` to ``max_shift``."""
+    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    base, top = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (top - base) / (high - low)
+    return float(num_image_tokens * slope + (base - slope * low))
+
+
+def refuse_unsupported(config: Any, noise_scheduler: Any) -> None:
+    """Names what a checkpoint turns on and this family lacks.
+
+    ``zero_cond_t`` and ``use_layer3d_rope`` need nothing here: without condition images the first
+    changes no value, and positions come from the transformer's own table.
+
+    Raises:
+        UnsupportedModelError: With the name of the key.
+    """
+    for key in ("guidance_embeds", "use_additional_t_cond"):
+        if config.get(key):
+            raise UnsupportedModelError(
+                f"transformer config has {key}=true, which is not supported for Qwen-Image",
+                hint="use a text-to-image checkpoint such as Qwen/Qwen-Image",
+            )
+    name = type(noise_scheduler).__name__
+    if name != "FlowMatchEulerDiscreteScheduler":
+        raise UnsupportedModelError(
+            f"noise scheduler {name} is not supported for Qwen-Image, allowed: FlowMatchEulerDiscreteScheduler"
+        )
+    for key in ("stochastic_sampling", "invert_sigmas"):
+        if noise_scheduler.config.get(key):
+            raise UnsupportedModelError(
+                f"scheduler config has {key}=true, which is not supported for Qwen-Image"
+            )

@@ -1,0 +1,186 @@
+"""The families, and what a checkpoint can do, read from its configs. Free of torch.
+
+A family is registered with the class name that its ``model_index.json`` carries; its module is
+imported only when its weights are loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offline_diffusion.config import DEFAULT_MODEL
+from offline_diffusion.errors import ModelError, UnsupportedModelError, did_you_mean
+from offline_diffusion.models.capabilities import BatchKind, Capabilities
+
+ConfigReader = Callable[[str], dict[str, Any]]
+"""Reads one JSON file of a checkpoint by its path inside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model family.
+
+    Args:
+        name: Short name.
+        pipeline: Class name in ``model_index.json``.
+        module, class_name: Where the model is.
+        capabilities: Makes a checkpoint's capabilities from its configs.
+        batch_kind: How requests share a step.
+        example: A checkpoint's hub id.
+    """
+
+    name: str
+    pipeline: str
+    module: str
+    class_name: str
+    capabilities: Callable[[ConfigReader], Capabilities]
+    batch_kind: BatchKind
+    example: str
+
+
+def _qwen_image(read: ConfigReader) -> Capabilities:
+    transformer, vae = read("transformer/config.json"), read("vae/config.json")
+    patch_pixels = 2 ** len(vae.get("temperal_downsample", (0, 0, 0))) * 2
+    hidden = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+    return Capabilities(
+        family="qwen_image",
+        pipeline="QwenImagePipeline",
+        default_height=64 * patch_pixels,
+        default_width=64 * patch_pixels,
+        size_multiple=patch_pixels,
+        # positions: images from -n/2 to n/2, text after n/2, both in one table of 4096
+        max_size=2 * (4096 - 512) * patch_pixels,
+        patch_pixels=patch_pixels,
+        num_layers=transformer["num_layers"],
+        hidden_size=hidden,
+    )
+
+
+FAMILIES = (
+    Family(
+        name="qwen_image",
+        pipeline="QwenImagePipeline",
+        module="offline_diffusion.models.qwen_image",
+        class_name="QwenImage",
+        capabilities=_qwen_image,
+        batch_kind=BatchKind.PACKED,
+        example="Qwen/Qwen-Image",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint found: its family and capabilities, no weights loaded.
+
+    ``identity`` goes into ``job.json``: a resume with another one is refused.
+    """
+
+    source: str
+    revision: str | None
+    family: Family
+    capabilities: Capabilities
+    identity: dict[str, Any]
+
+
+def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+    """Finds a diffusers folder or hub id and reads its configs.
+
+    Args:
+        model: A folder, a hub id, or the name of the default model.
+        revision: Of a hub id.
+
+    Raises:
+        ModelError: It is not there, or is no diffusers checkpoint.
+        UnsupportedModelError: Its pipeline belongs to no family here.
+    """
+    source = str(_default_folder()) if model == DEFAULT_MODEL else model
+    read = _folder_reader(Path(source)) if Path(source).is_dir() else _hub_reader(source, revision)
+    index = read("model_index.json")
+    family = _family_of(str(index.get("_class_name")), model)
+    capabilities = family.capabilities(read)
+    overrides = _optional(read, "generation_config.json")
+    capabilities = capabilities.with_defaults(
+        {
+            key: overrides.get(key)
+            for key in ("height", "width", "num_inference_steps", "true_cfg_scale")
+        }
+    )
+    identity = {"model": model, "revision": revision, "pipeline": family.pipeline}
+    identity["configs"] = _digest(index, read("transformer/config.json"), read("vae/config.json"), overrides)
+    return Checkpoint(source, revision, family, capabilities, identity)
+
+
+def capabilities_for(model: str, revision: str | None = None) -> Capabilities:
+    """What a checkpoint can do; see `find_checkpoint`."""
+    return find_checkpoint(model, revision).capabilities
+
+
+def _default_folder() -> Path:
+    from offline_diffusion.models.tiny import default_model_folder
+
+    return default_model_folder()
+
+
+def _family_of(pipeline: str, model: str) -> Family:
+    for family in FAMILIES:
+        if family.pipeline == pipeline:
+            return family
+    known = ", ".join(family.pipeline for family in FAMILIES)
+    raise UnsupportedModelError(f"{model}: pipeline {pipeline} is not supported, supported: {known}")
+
+
+def _folder_reader(folder: Path) -> ConfigReader:
+    def read(name: str) -> dict[str, Any]:
+        path = folder / name
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelError(
+                f"{folder} has no {name}", hint="give a folder in diffusers' layout, as save_pretrained writes it"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from None
+        assert isinstance(value, dict)
+        return value
+
+    return read
+
+
+def _hub_reader(model: str, revision: str | None) -> ConfigReader:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    def read(name: str) -> dict[str, Any]:
+        try:
+            path = hf_hub_download(model, name, revision=revision)
+        except EntryNotFoundError:
+            raise ModelError(f"{model} has no {name}", hint="it must be a diffusers checkpoint") from None
+        except (HFValidationError, HfHubHTTPError, OSError) as error:
+            close = did_you_mean(model, [DEFAULT_MODEL])
+            raise ModelError(
+                f"model {model!r} is no folder here and cannot be had from the hub: {type(error).__name__}",
+                hint=f"did you mean {close!r}?" if close else "check the path, or the network and HF_TOKEN",
+            ) from None
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        assert isinstance(value, dict)
+        return value
+
+    return read
+
+
+def _optional(read: ConfigReader, name: str) -> dict[str, Any]:
+    try:
+        return read(name)
+    except ModelError:
+        return {}
+
+
+def _digest(*configs: dict[str, Any]) -> str:
+    text = json.dumps(configs, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
