@@ -26,6 +26,9 @@ DEFAULTS = {"height": 256, "width": 256, "num_inference_steps": 12, "true_cfg_sc
 """Written to ``generation_config.json``: what the loader takes for silent rows."""
 
 DIGESTS_FILE = "digests.json"
+"""Name of each file in the folder → its sha256; written last."""
+
+CACHE_HINT = "set XDG_CACHE_HOME to a folder that you can write to"
 
 SCHEDULER_CONFIG = {
     "base_image_seq_len": 256,
@@ -37,6 +40,17 @@ SCHEDULER_CONFIG = {
     "shift_terminal": 0.02,
     "time_shift_type": "exponential",
     "use_dynamic_shifting": True,
+}
+
+TRANSFORMER_CONFIG = {
+    "patch_size": 2,
+    "in_channels": 64,
+    "out_channels": 16,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 32,
+    "axes_dims_rope": (8, 12, 12),
+    "joint_attention_dim": TEXT_HIDDEN_SIZE,
 }
 
 VAE_CONFIG = {
@@ -100,7 +114,7 @@ def build_tiny_qwen_image(
     appears whole: it is written beside its place and renamed, so processes may race for it.
 
     Args:
-        folder: Where; parents are made. An existing model folder is overwritten file by file.
+        folder: Where; parents are made. A folder that this function made is overwritten.
         seed: Of the weights.
         num_layers: Transformer blocks.
         num_attention_heads: Heads of a transformer block.
@@ -112,36 +126,25 @@ def build_tiny_qwen_image(
         ``folder``.
 
     Raises:
-        ModelError: The folder cannot be written, or it holds something other than a model.
+        ModelError: The folder cannot be written, or it holds something else.
         ValueError: The rotary axes do not fill a head.
     """
     if sum(axes_dims_rope) != attention_head_dim:
         raise ValueError(
             f"axes_dims_rope {axes_dims_rope} must sum to attention_head_dim {attention_head_dim}"
         )
+    folder = Path(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / DIGESTS_FILE).is_file():
+        raise ModelError(f"{folder} holds other files", hint="name a new or an empty folder")
     transformer_config = {
-        "patch_size": 2,
-        "in_channels": 64,
-        "out_channels": 16,
+        **TRANSFORMER_CONFIG,
         "num_layers": num_layers,
         "num_attention_heads": num_attention_heads,
         "attention_head_dim": attention_head_dim,
         "axes_dims_rope": axes_dims_rope,
-        "joint_attention_dim": TEXT_HIDDEN_SIZE,
         **transformer_overrides,
     }
-    folder = Path(folder)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "model_index.json").is_file():
-        raise ModelError(f"{folder} exists and is not a model folder", hint="name a new or an empty folder")
-    try:
-        with _sibling(folder) as building:
-            _write_components(building, transformer_config, seed)
-            _write_json(building / "generation_config.json", DEFAULTS)
-            _write_json(building / DIGESTS_FILE, _digests(building))
-            _publish(building, folder)
-    except OSError as error:
-        raise ModelError(f"cannot write the default model to {folder}: {error}") from error
-    return folder
+    return _build(folder, transformer_config, seed)
 
 
 def default_model_folder() -> Path:
@@ -153,11 +156,8 @@ def default_model_folder() -> Path:
     Raises:
         ModelError: The cache cannot be written.
     """
-    # An empty or relative value counts as unset: the XDG base directory specification.
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cache = given if given.is_absolute() else Path.home() / ".cache"
-    folder = cache / "offline_diffusion" / f"tiny-qwen-image-v1-{_recipe_digest()}"
-    return folder if is_intact(folder) else build_tiny_qwen_image(folder)
+    folder = _cache_folder() / f"tiny-qwen-image-v1-{_recipe_digest()}"
+    return folder if is_intact(folder) else _build(folder, TRANSFORMER_CONFIG, seed=0)
 
 
 def is_intact(folder: Path) -> bool:
@@ -169,9 +169,31 @@ def is_intact(folder: Path) -> bool:
         return False
 
 
+def _cache_folder() -> Path:
+    # The XDG specification: a value that is empty or relative counts as unset.
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (given if given.is_absolute() else Path.home() / ".cache") / "offline_diffusion"
+    except RuntimeError as error:
+        raise ModelError(f"no place for the default model: {error}", hint=CACHE_HINT) from None
+
+
 def _recipe_digest() -> str:
     sources = (Path(__file__), Path(tiny_weights.__file__), Path(tiny_words.__file__))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+
+
+def _build(folder: Path, transformer_config: dict[str, Any], seed: int) -> Path:
+    try:
+        with _sibling(folder) as building:
+            _write_components(building, transformer_config, seed)
+            _write_json(building / "generation_config.json", DEFAULTS)
+            digests = {name: _sha256(building / name) for name in _files(building)}
+            _write_json(building / DIGESTS_FILE, digests)
+            _publish(building, folder)
+    except OSError as error:
+        raise ModelError(f"cannot write the model folder {folder}: {error}", hint=CACHE_HINT) from error
+    return folder
 
 
 @contextlib.contextmanager
@@ -204,10 +226,6 @@ def _publish(building: Path, folder: Path) -> None:
 def _files(folder: Path) -> list[str]:
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in names if name != DIGESTS_FILE)
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    return {name: _sha256(folder / name) for name in _files(folder)}
 
 
 def _sha256(path: Path) -> str:
@@ -312,10 +330,10 @@ def _training_texts() -> Iterator[str]:
     for _ in range(50):
         yield TEMPLATE_PREFIX.replace("<|im_start|>", "").replace("<|im_end|>", "")
         yield "assistant\n"
-    for word in tiny_words.WORDS:
+    for word in tiny_words.WORDS.split():
         yield from (f" {word}",) * 4
         yield from (word, word.capitalize())
     for _ in range(4):
         yield from tiny_words.SENTENCES.splitlines()
-    for fragment in tiny_words.FRAGMENTS:
+    for fragment in tiny_words.FRAGMENTS.split():
         yield from (fragment,) * 6
