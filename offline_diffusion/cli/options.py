@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 
-from offline_diffusion.config import JobConfig, check_option_names, make_job_config, read_job_file
+from offline_diffusion.config import (
+    DEFAULT_MODEL,
+    JobConfig,
+    check_option_names,
+    make_job_config,
+    read_job_file,
+)
 from offline_diffusion.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offline_diffusion.data.rows import RowDefaults
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -172,6 +182,19 @@ def build_config(given: dict[str, Any], *, environ: Mapping[str, str] = os.envir
     """
     values, spelling = gather_values(given, environ=environ)
     return make_job_config(values, spelling=spelling)
+
+
+def row_defaults(config: JobConfig) -> RowDefaults:
+    """What the job says for rows that are silent."""
+    from offline_diffusion.data.rows import RowDefaults
+
+    names = [field.name for field in dataclasses.fields(RowDefaults)]
+    return RowDefaults(**{name: getattr(config, name) for name in names})
+
+
+def build_model(given: dict[str, Any]) -> tuple[str, str | None]:
+    """The model and its revision, for commands that need no more of a job."""
+    return given["model"] or DEFAULT_MODEL, given["revision"]
 
 
 def slurm_task(environ: Mapping[str, str], num_tasks: int | None) -> dict[str, int]:

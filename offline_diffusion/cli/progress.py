@@ -15,9 +15,14 @@ from offline_diffusion.cli.text import duration, plural
 if TYPE_CHECKING:
     import rich.progress
 
+    from offline_diffusion.data.rows import ManifestRow, RowFault
     from offline_diffusion.job import Progress
 
+    Row = ManifestRow | RowFault
+
 PLAIN_INTERVAL_S = 5.0
+
+_ROWS_BETWEEN_LOOKS = 1000
 
 
 class ProgressDisplay(Protocol):
@@ -117,6 +122,27 @@ class TerminalProgress:
 
     def say(self, line: str) -> None:
         self._bar.console.print(line, markup=False, highlight=False)
+
+
+class RowCounter:
+    """Passes rows on and says every ``PLAIN_INTERVAL_S`` seconds how many they were.
+
+    Args:
+        on_row: What is done with each row.
+    """
+
+    def __init__(self, on_row: Callable[[Row], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_rows = 0
+        self._on_row = on_row
+        self._clock = clock
+        self._next = clock() + PLAIN_INTERVAL_S
+
+    def __call__(self, row: Row) -> None:
+        self._on_row(row)
+        self.num_rows += 1
+        if self.num_rows % _ROWS_BETWEEN_LOOKS == 0 and self._clock() >= self._next:
+            self._next = self._clock() + PLAIN_INTERVAL_S
+            click.echo(f"scanning the manifest: {plural(self.num_rows, 'row')}", err=True)
 
 
 def make_progress() -> ProgressDisplay:

@@ -1,0 +1,156 @@
+"""Flags, job file and Slurm's variables: which one wins, and how mistakes are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from offline_diffusion.cli.main import main
+from offline_diffusion.cli.options import build_config, slurm_task
+from offline_diffusion.config import JobConfig
+from offline_diffusion.errors import ConfigError
+
+SLURM = {
+    "SLURM_ARRAY_TASK_COUNT": "4",
+    "SLURM_ARRAY_TASK_ID": "12",
+    "SLURM_ARRAY_TASK_MIN": "10",
+}
+
+
+def parse(args: list[str], environ: dict[str, str] | None = None) -> JobConfig:
+    """The config that ``offdiff run ARGS`` would run with."""
+    command = main.get_command(click.Context(main), "run")
+    assert command is not None
+    params: dict[str, Any] = command.make_context("run", args).params
+    return build_config(params, environ=environ or {})
+
+
+def write_job(folder: Path, text: str) -> str:
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_alone() -> None:
+    config = parse(
+        ["a.jsonl", "b.tsv", "--out", "o", "--no-step-execution", "--map", "p=prompt", "--map", "a=b=seed",
+         "--seed", str(2**64 - 1), "--negative-prompt", "", "--max-failures", "5%"]
+    )  # fmt: skip
+    assert config.manifests == ("a.jsonl", "b.tsv")
+    assert config.out == Path("o")
+    assert config.step_execution is False
+    assert config.map == {"p": "prompt", "a=b": "seed"}
+    assert config.seed == 2**64 - 1
+    assert config.negative_prompt == ""
+    assert config.max_failures == "5%"
+
+
+def test_nothing_given_is_the_default_of_the_config() -> None:
+    assert parse(["m", "--out", "o"]) == JobConfig(manifests=("m",), out=Path("o"))
+
+
+def test_a_job_file_gives_everything_and_flags_win(tmp_path: Path) -> None:
+    job = write_job(
+        tmp_path,
+        "manifests: a.jsonl\nout: o\nmax-num-seqs: 3\nseed: 5\nretry_failed: true\n"
+        "map: {p: prompt, s: seed}\nmax_failures: 7\nnegative_prompt:\n",
+    )
+    config = parse(["--job", job, "--seed", "0", "--no-retry-failed", "--map", "s=num_inference_steps"])
+    assert (config.manifests, config.out) == (("a.jsonl",), Path("o"))
+    assert config.max_num_seqs == 3
+    assert config.seed == 0
+    assert config.retry_failed is False
+    assert config.map == {"p": "prompt", "s": "num_inference_steps"}
+    assert config.max_failures == "7"
+    assert config.negative_prompt is None
+
+
+def test_manifests_on_the_command_line_take_the_place_of_the_files(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "manifests: [a.jsonl, b.jsonl]\nout: o\n")
+    assert parse(["--job", job, "c.jsonl"]).manifests == ("c.jsonl",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seq: 3\n", "did you mean 'max_num_seqs'?"),
+        ("zzz: 3\n", "known: allow_manifest_change, "),
+        ("- a\n", "must hold a mapping of options, got list"),
+        ("a: [\n", "is not YAML"),
+        ("max_num_seqs: 0\n", "job.yaml: max_num_seqs: "),
+        ("scheduling_policy: best\n", "'fifo' or 'pack'"),
+    ],
+)
+def test_mistakes_in_a_job_file_name_file_and_key(tmp_path: Path, text: str, message: str) -> None:
+    job = write_job(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        parse(["m", "--out", "o", "--job", job])
+    assert message in str(caught.value)
+    assert "job.yaml" in str(caught.value)
+
+
+def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        parse(["m", "--out", "o", "--job", str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--out", "o"], "MANIFEST... is required"),
+        (["m"], "--out is required"),
+        (["m", "--out", "o", "--limit", "-1"], "--limit: "),
+        (["m", "--out", "o", "--true-cfg-scale", "nan"], "--true-cfg-scale: "),
+        (["m", "--out", "o", "--max-failures", "few"], "--max-failures: must be a count"),
+        (
+            ["m", "--out", "o", "--task-index", "2", "--num-tasks", "2"],
+            "task_index 2 must be below num_tasks 2",
+        ),
+    ],
+)
+def test_mistakes_on_the_command_line_name_the_flag(args: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(args)
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("pair", ["prompt", "=prompt", "theirs="])
+def test_a_map_needs_both_names(pair: str) -> None:
+    with pytest.raises(click.BadParameter, match="theirs=ours"):
+        parse(["m", "--out", "o", "--map", pair])
+
+
+def test_a_slurm_array_element_is_a_task() -> None:
+    config = parse(["m", "--out", "o"], SLURM)
+    assert (config.num_tasks, config.task_index) == (4, 2)
+
+
+def test_a_slurm_array_with_a_step() -> None:
+    environ = SLURM | {"SLURM_ARRAY_TASK_ID": "16", "SLURM_ARRAY_TASK_STEP": "2"}
+    assert slurm_task(environ, None) == {"num_tasks": 4, "task_index": 3}
+
+
+def test_given_tasks_beat_slurm() -> None:
+    config = parse(["m", "--out", "o", "--num-tasks", "9", "--task-index", "8"], SLURM)
+    assert (config.num_tasks, config.task_index) == (9, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "args"),
+    [
+        ({"SLURM_ARRAY_TASK_ID": "17"}, []),
+        ({"SLURM_ARRAY_TASK_ID": "15", "SLURM_ARRAY_TASK_STEP": "2"}, []),
+        ({}, ["--num-tasks", "9"]),
+    ],
+)
+def test_an_array_that_numbers_no_tasks_is_refused(changed: dict[str, str], args: list[str]) -> None:
+    with pytest.raises(ConfigError, match="give both --num-tasks and --task-index"):
+        parse(["m", "--out", "o", *args], SLURM | changed)
+
+
+def test_an_array_job_without_an_array_is_no_task() -> None:
+    assert slurm_task({"SLURM_JOB_ID": "1"}, None) == {}
