@@ -21,7 +21,7 @@ from offline_diffusion.errors import ModelError
 from offline_diffusion.models import tiny_weights, tiny_words
 
 TEXT_HIDDEN_SIZE = 64
-BPE_VOCAB_SIZE = 4096
+BPE_VOCAB_SIZE = 6144
 DEFAULTS = {"height": 256, "width": 256, "num_inference_steps": 12, "true_cfg_scale": 4.0}
 """Written to ``generation_config.json``: what the loader takes for silent rows."""
 
@@ -331,8 +331,7 @@ def _training_texts() -> Iterator[str]:
         yield TEMPLATE_PREFIX.replace("<|im_start|>", "").replace("<|im_end|>", "")
         yield "assistant\n"
     for word in tiny_words.WORDS.split():
-        yield from (f" {word}",) * 4
-        yield from (word, word.capitalize())
+        yield from (f" {word}", f" {word}", f" {word.capitalize()}")
     for _ in range(4):
         yield from tiny_words.SENTENCES.splitlines()
     for fragment in tiny_words.FRAGMENTS.split():

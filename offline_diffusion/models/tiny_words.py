@@ -125,7 +125,26 @@ weathered wedding week well were west wet whale what wheat wheel when where whic
 whole whose why wide wife wild wildlife will willow wind windmill window windows windy wine wing wings
 winter wire wise wish witch with within without wizard wolf woman women wonder wonderful wood wooden woods
 wool word words work worker workshop world worn would wrapped write writing written wrong yacht yard year
-years yellow yes yet yoga you young your youth zebra zen zero zoo s t re ve m ll d
+years yellow yes yet yoga you young your youth zebra zen zero zoo s t re ve m ll d laptop refrigerator
+scissors microwave microphone hydrant raccoon abstract include exclude graffiti tornado emoji cocktail
+garbage headphones ostrich oven toaster frisbee backpack handbag toothbrush hairdryer bathtub lettuce
+cucumber watermelon beverage animals vehicles skis snowboard kayak canoe anchor compass cello saxophone
+harmonica accordion kangaroo chimpanzee gorilla hamster hedgehog otter squid jellyfish starfish woodpecker
+parakeet canary beetle ladybug dragonfly moth caterpillar worm mosquito daisy lotus marigold hibiscus
+magnolia cedar birch pebbles boulder glacier lagoon peninsula plateau prairie tundra savanna geyser crater
+meteor comet asteroid eclipse solar lunar overcast drizzle thunderstorm hurricane breeze frosty humid
+sparkly shimmering gleaming glistening opaque ragged polka checkered paisley beige maroon teal burgundy
+magenta khaki navy crimson scarlet indigo lilac mauve ochre platinum denim tweed cardigan blouse sandals
+sneakers boots mittens bracelet earrings tiara goggles monocle plumber carpenter nurse firefighter waiter
+waitress judge lawyer tailor blacksmith archer priest nun grandfather uncle aunt nephew cousin teenager
+toddler audience spectator commuter tourist barbershop pharmacy supermarket warehouse airport dock
+observatory monastery mosque synagogue igloo tepee treehouse silo dam aqueduct courtyard patio veranda attic
+cellar basement exploding melting sinking climbing crawling diving cooking baking whispering shouting
+pointing leaning kneeling stretching juggling balancing carrying pushing pulling throwing catching hiding
+peeking crossing resting gentleman ladies knights rubber woolen spiky slimy prickly bumpy jagged hollow
+oversized gigantic rectangular triangular circular cubic cylindrical hexagonal spherical conical diagonal
+vertical horizontal parallel adjacent nearby foreground midground centered slightly partly fully mostly
+nearly entirely carefully gently brightly softly vividly heavily lightly tightly loosely
 """
 
 FRAGMENTS = """

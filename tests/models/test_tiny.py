@@ -95,11 +95,13 @@ def test_template_prefix_is_34_tokens(tiny_pipeline: Any) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "word", "the picture astronaut landscape watermelon photographer Ocean beautifully".split()
-)
-def test_ordinary_words_are_few_tokens(tiny_pipeline: Any, word: str) -> None:
-    assert 1 <= len(tiny_pipeline.tokenizer(f" {word}").input_ids) <= 3
+def test_ordinary_words_are_few_tokens(tiny_pipeline: Any) -> None:
+    prompt = (
+        "An astronaut photographed the quiet harbour at sunset, while hungry gulls circled above the boats"
+    )
+    counts = [len(tiny_pipeline.tokenizer(f" {word}").input_ids) for word in prompt.replace(",", "").split()]
+    assert max(counts) <= 3
+    assert np.mean(counts) < 2
 
 
 @functools.cache
