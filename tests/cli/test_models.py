@@ -1,0 +1,46 @@
+"""``offdiff models``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from offline_diffusion.cli.main import main
+
+
+def test_json_says_what_the_checkpoints_own_files_say(tiny_model: Path) -> None:
+    result = CliRunner().invoke(main, ["models", "--model", str(tiny_model), "--json"])
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    index = json.loads((tiny_model / "model_index.json").read_text())
+    transformer = json.loads((tiny_model / "transformer/config.json").read_text())
+    capabilities = report["capabilities"]
+    assert capabilities["pipeline"] == index["_class_name"]
+    assert capabilities["batch_kind"] == "packed"
+    assert capabilities["num_layers"] == transformer["num_layers"]
+    assert [family["name"] for family in report["families"]] == ["qwen_image"]
+
+
+def test_every_backend_works_or_says_why_not(tiny_model: Path) -> None:
+    result = CliRunner().invoke(main, ["models", "--model", str(tiny_model), "--json"])
+    statuses = {status["name"]: status for status in json.loads(result.stdout)["attention_backends"]}
+    assert set(statuses) == {"fa3", "flash_attn", "torch_varlen", "sdpa"}
+    assert statuses["sdpa"]["works"]
+    assert all(status["works"] or (status["why_not"] and status["hint"]) for status in statuses.values())
+
+
+def test_text_for_people(tiny_model: Path) -> None:
+    result = CliRunner().invoke(main, ["models", "--model", str(tiny_model)])
+    assert result.exit_code == 0
+    assert "QwenImagePipeline" in result.stdout
+    assert "sdpa          works" in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["models", "--model", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "model_index.json" in result.stderr
+    assert "\nhint: " in result.stderr
