@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from offline_diffusion.attention.backends import AttentionFunction, load_backend
 from offline_diffusion.errors import UnsupportedModelError
-from offline_diffusion.kernels.packed_ops import gate_residual, norm_modulate, rotate
+from offline_diffusion.kernels.packed_ops import gate_residual, norm_modulate, scatter_qkv
 from offline_diffusion.models.base import GuidanceRule, PackedInput, RotaryTable, TokenizedPrompt
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.models.layers import MIN_ROWS, PackedLinear, pad_rows
@@ -37,14 +37,14 @@ class _Stream:
         self.to_out = PackedLinear(to_out)
         self.mlp_in, self.mlp_out = PackedLinear(mlp.net[0].proj), PackedLinear(mlp.net[2])
 
-    def qkv(self, x: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """``[T, H]`` → q, k, v ``[T, A, D]``, q and k normed per head."""
-        q, k, v = self.to_qkv(x).unflatten(-1, (3, num_heads, -1)).unbind(1)
-        return self._norm(q, self.norm_q), self._norm(k, self.norm_k), v
-
-    @staticmethod
-    def _norm(x: Tensor, norm: Any) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+    def qkv_into(
+        self, out: tuple[Tensor, Tensor, Tensor], x: Tensor, to_joint: Tensor, rotary: RotaryTable
+    ) -> None:
+        """Writes the stream's q, k, v, normed and rotated, into their rows of the joint ``[T_joint, A, D]``."""
+        num_heads = out[0].shape[1]
+        qkv = self.to_qkv(x).unflatten(-1, (3, num_heads, -1))
+        weights, eps = (self.norm_q.weight, self.norm_k.weight), self.norm_q.eps
+        scatter_qkv(qkv, *weights, eps, to_joint, rotary.cos, rotary.sin, out)
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.mlp_out(F.gelu(self.mlp_in(x), approximate="tanh"))
@@ -88,17 +88,10 @@ class _Block:
 
     def _attention(self, img: Tensor, txt: Tensor, batch: PackedInput, attend: AttentionFunction) -> Tensor:
         """Joint attention in joint order, ``[T_joint, H]``."""
-        merged = []
-        for img_part, txt_part in zip(
-            self.img.qkv(img, self.num_heads), self.txt.qkv(txt, self.num_heads), strict=True
-        ):
-            joint = img_part.new_empty(img_part.shape[0] + txt_part.shape[0], *img_part.shape[1:])
-            joint.index_copy_(0, batch.img_to_joint, img_part)
-            joint.index_copy_(0, batch.txt_to_joint, txt_part)
-            merged.append(joint)
-        q, k, v = merged
-        q = rotate(q, batch.rotary.cos, batch.rotary.sin)
-        k = rotate(k, batch.rotary.cos, batch.rotary.sin)
+        shape = (img.shape[0] + txt.shape[0], self.num_heads, img.shape[1] // self.num_heads)
+        q, k, v = (img.new_empty(shape) for _ in range(3))
+        self.img.qkv_into((q, k, v), img, batch.img_to_joint, batch.rotary)
+        self.txt.qkv_into((q, k, v), txt, batch.txt_to_joint, batch.rotary)
         return attend(q, k, v, batch.attention).flatten(1)
 
     @staticmethod
