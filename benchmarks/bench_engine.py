@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from full_size import build_pipeline, checkpoint, read_prompts
+
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.engine import Engine
 from offline_diffusion.engine.model_runner import ModelRunner
@@ -39,7 +40,9 @@ PEAK_FLOPS = 790e12
 BATCH = 8
 
 
-def make_requests(sizes: Sequence[tuple[int, int]], steps: int, unguided: Iterable[int] = ()) -> list[Request]:
+def make_requests(
+    sizes: Sequence[tuple[int, int]], steps: int, unguided: Iterable[int] = ()
+) -> list[Request]:
     """Requests of ``sizes`` (height, width) in pixels; those in ``unguided`` have guidance off."""
     off = set(unguided)
     prompts = read_prompts(len(sizes), Path(__file__).parents[2] / "shared" / "prompts")
@@ -61,7 +64,16 @@ def make_requests(sizes: Sequence[tuple[int, int]], steps: int, unguided: Iterab
 def workloads(steps: int) -> dict[str, list[Request]]:
     """Named job mixes."""
     mixed = [(512, 512)] * 8 + [(768, 768)] * 5 + [(1024, 1024)] * 3
-    spread = [(256, 256), (384, 640), (512, 512), (640, 384), (768, 768), (1024, 1024), (832, 1216), (1024, 576)]
+    spread = [
+        (256, 256),
+        (384, 640),
+        (512, 512),
+        (640, 384),
+        (768, 768),
+        (1024, 1024),
+        (832, 1216),
+        (1024, 576),
+    ]
     return {
         "256": make_requests([(256, 256)] * 16, steps),
         "512": make_requests([(512, 512)] * 16, steps),

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offline_diffusion.models.registry import FAMILIES, Checkpoint
+
 from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.models.registry import FAMILIES, Checkpoint
 from offline_diffusion.models.tiny import default_model_folder
 
 TEXT_CONFIG = {  # Qwen2.5-VL-7B's language model
@@ -20,7 +21,13 @@ TEXT_CONFIG = {  # Qwen2.5-VL-7B's language model
     "max_position_embeddings": 32_768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
 }
-VISION_CONFIG = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "out_hidden_size": 3584}
+VISION_CONFIG = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_heads": 1,
+    "out_hidden_size": 3584,
+}
 
 
 def build_pipeline(
@@ -70,7 +77,7 @@ def checkpoint(num_layers: int = 60) -> Checkpoint:
 
 def read_prompts(count: int, shared: Path | None) -> list[str]:
     """Prompts of real length spread where a prompt set is at hand, else made of words."""
-    words = "a red fox under an old bridge at dawn with soft light and long shadows in the rain".split()
+    words = ["a", "red", "fox", "under", "an", "old", "bridge", "at", "dawn", "in", "soft", "light"]
     source = shared / "PartiPrompts.tsv" if shared else None
     if source is not None and source.exists():
         lines = source.read_text(encoding="utf-8").splitlines()[1:]

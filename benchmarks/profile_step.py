@@ -1,6 +1,6 @@
 """Where a packed step's time goes: kernels by device time, for one workload of `bench_engine`.
 
-    python benchmarks/profile_step.py 512
+python benchmarks/profile_step.py 512
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 import torch
 from bench_engine import workloads
 from full_size import build_pipeline, checkpoint
+
 from offline_diffusion.engine.model_runner import ModelRunner
 from offline_diffusion.models.loader import model_from_pipeline
 

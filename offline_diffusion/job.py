@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from offline_diffusion.config import LAYOUT_OPTIONS, PIXEL_OPTIONS, JobConfig
 from offline_diffusion.data.job_file import JobIdentity
 from offline_diffusion.data.layout import Shard, make_shards
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
+from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.plan import task_shards
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowDefaults, RowFault, resolve_row
 from offline_diffusion.data.scan import ManifestIndex, scan
 from offline_diffusion.data.sink import Sink
+from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.errors import TooManyFailuresError
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
+from offline_diffusion.progress import JobSummary, Observer, Phase, Progress, Say, StopFlag, Tally
 from offline_diffusion.request import RequestOutput
 
 if TYPE_CHECKING:
     from offline_diffusion.engine.engine import Engine
+
+__all__ = ["JobSummary", "Progress", "StopFlag", "row_defaults", "run_task"]
 
 DRAIN_S = 20.0
 """After a first signal, running images may still finish for this long: less than the 30 s that
@@ -39,61 +43,7 @@ NUM_ENCODE_THREADS = min(8, os.cpu_count() or 1)
 MIN_SHARE_SAMPLE = 100
 """Images that must be done before a share of failures (``--max-failures 5%``) can stop a job."""
 
-
-@dataclass
-class StopFlag:
-    """Set by signal handlers, read between steps. 0: go on, 1: drain, 2: stop now."""
-
-    requests: int = 0
-    why: str = ""
-
-    def request(self, why: str) -> None:
-        """One more request to stop; ``why`` names the first."""
-        self.why = self.why or why
-        self.requests += 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """A snapshot for displays. ``work`` is in FLOPs; ``num_images`` and ``work_total`` are estimates
-    until the last shard is opened."""
-
-    phase: Literal["scanning", "loading", "running", "finishing"]
-    num_images: int = 0
-    num_done: int = 0
-    num_failed: int = 0
-    num_resumed: int = 0
-    work_done: float = 0.0
-    work_total: float = 0.0
-    images_per_s: float = 0.0
-    eta_s: float | None = None
-    step_fill: float = 0.0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_rows_scanned: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSummary:
-    """What a task did. Counts are of this task's shards, earlier runs included; ``seconds`` and
-    ``images_per_s`` are of this run."""
-
-    out: Path
-    num_rows: int
-    num_images: int
-    num_ok: int
-    num_failed: int
-    num_quarantined_rows: int
-    num_resumed: int
-    num_shards: int
-    seconds: float
-    images_per_s: float
-    interrupted: bool
-    warnings: list[str]
-
-
-Observer = Callable[[Progress], None]
-Say = Callable[[str], None]
+MakeEngine = Callable[[JobConfig, Checkpoint], "Engine"]
 
 
 def run_task(
@@ -102,7 +52,7 @@ def run_task(
     observer: Observer | None = None,
     stop: StopFlag | None = None,
     say: Say | None = None,
-    make_engine: Callable[[JobConfig, Checkpoint], Engine] | None = None,
+    make_engine: MakeEngine | None = None,
 ) -> JobSummary:
     """Runs what is left of one task's shards.
 
@@ -111,13 +61,17 @@ def run_task(
         observer: Called a few times a second.
         stop: Ask for a stop through it, from any thread or signal handler.
         say: Called with lines for the user.
-        make_engine: Replaces the loading of the model in tests.
+        make_engine: Replaces the loading of the model.
 
     Raises:
         OffdiffError: The job cannot start or go on; what is finished is durable.
     """
-    task = _Task(config, observer or (lambda _: None), stop or StopFlag(), say or (lambda _: None))
-    return task.run(make_engine or _load_engine)
+    task = _Task(config, observer or _ignore, stop or StopFlag(), say or _ignore, make_engine or _load_engine)
+    return task.run()
+
+
+def _ignore(_: object) -> None:
+    pass
 
 
 def _load_engine(config: JobConfig, checkpoint: Checkpoint) -> Engine:
@@ -141,59 +95,43 @@ def row_defaults(config: JobConfig) -> RowDefaults:
 
 
 @dataclass
-class _Counts:
-    """Images and work of this run."""
-
-    num_ok: int = 0
-    num_failed: int = 0
-    num_resumed: int = 0
-    num_truncated: int = 0
-    num_guidance_off: int = 0
-    work_done: float = 0.0
-    work_opened: float = 0.0
-    images_opened: int = 0
-    rows_opened: int = 0
-
-
-@dataclass
 class _Task:
     config: JobConfig
     observer: Observer
     stop: StopFlag
     say: Say
-    counts: _Counts = field(default_factory=_Counts)
-    started: float = field(default_factory=time.monotonic)
-    running_since: float | None = None
+    make_engine: MakeEngine
+    tally: Tally = field(default_factory=Tally)
     _last_report: float = 0.0
 
-    def run(self, make_engine: Callable[[JobConfig, Checkpoint], Engine]) -> JobSummary:
+    def run(self) -> JobSummary:
         config = self.config
         manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
-        for note in manifest.notes:
-            self.say(note)
         checkpoint = find_checkpoint(config.model, config.revision)
         ledger = Ledger(config.out)
-        index = self._index(manifest, ledger)
+        index_folder = ledger.out / "_state" / "manifest"
+        index = self._index(manifest, index_folder)
+        for note in manifest.notes:
+            self.say(note)
         ledger.open(self._identity(checkpoint, index), allow_manifest_change=config.allow_manifest_change)
-        index.save(self._index_folder(ledger))
-        shards = self._my_shards(ledger, index)
-        todo = self._unfinished(ledger, shards)
+        index.save(index_folder)
+        shards = self._my_shards(index)
+        before = ledger.markers()
+        todo = [shard for shard in shards if self._is_unfinished(before.get(shard.index))]
         ledger.clear_leftovers(shards)
-        if todo:
-            self._report("loading", None, index)
-            engine = make_engine(config, checkpoint)
-            self._draw(engine, manifest, index, ledger, todo)
+        finished = not todo
+        if todo and not self.stop.requests:
+            self.observer(Progress(phase="loading", num_images=index.num_images))
+            finished = self._draw(self.make_engine(config, checkpoint), manifest, index, ledger, todo)
         ledger.finish()
-        return self._summary(ledger, index, shards)
+        kept = [before[shard.index] for shard in shards if shard not in todo]
+        return self._summary(ledger, index, shards, kept, finished=finished)
 
     # --- what is to be done ------------------------------------------------------------------
 
-    def _index_folder(self, ledger: Ledger) -> Path:
-        return ledger.out / "_state" / "manifest"
-
-    def _index(self, manifest: Manifest, ledger: Ledger) -> ManifestIndex:
+    def _index(self, manifest: Manifest, folder: Path) -> ManifestIndex:
         """The index of an earlier run where the manifest is the same, else one pass over all rows."""
-        index = ManifestIndex.load(self._index_folder(ledger))
+        index = ManifestIndex.load(folder)
         if index is not None and not same_manifest(index.fingerprint, manifest):
             return index
         num_rows = 0
@@ -217,25 +155,20 @@ class _Task:
             carried_schema=index.carried_schema,
         )
 
-    def _my_shards(self, ledger: Ledger, index: ManifestIndex) -> list[Shard]:
+    def _my_shards(self, index: ManifestIndex) -> list[Shard]:
         shards = make_shards(index.num_rows, self.config.shard_size)
         mine = task_shards(len(shards), self.config.num_tasks, self.config.task_index)
         return [shards[number] for number in mine]
 
-    def _unfinished(self, ledger: Ledger, shards: Sequence[Shard]) -> list[Shard]:
-        published = ledger.published()
-        if not self.config.retry_failed:
-            return [shard for shard in shards if shard.index not in published]
-        markers = ledger.markers()
-        return [
-            shard for shard in shards if shard.index not in markers or markers[shard.index].has_failures
-        ]
+    def _is_unfinished(self, marker: Marker | None) -> bool:
+        return marker is None or (self.config.retry_failed and marker.has_failures)
 
     # --- drawing -----------------------------------------------------------------------------
 
     def _draw(
         self, engine: Engine, manifest: Manifest, index: ManifestIndex, ledger: Ledger, todo: list[Shard]
-    ) -> None:
+    ) -> bool:
+        """Draws what is left of ``todo``; False when the stop flag ended it early."""
         sink = Sink(
             ledger,
             image_format=self.config.image_format,
@@ -244,19 +177,18 @@ class _Task:
             worker=f"{socket.gethostname()}:{os.getpid()}",
             num_threads=NUM_ENCODE_THREADS,
         )
+        self.tally = Tally(num_rows=sum(shard.num_rows for shard in todo))
         feed = _Feed(self, manifest, index, engine.model.capabilities, sink, todo)
-        self.running_since = time.monotonic()
         finished = False
         try:
-            finished = self._loop(engine, feed, sink, index)
-            self._report("finishing", engine, index)
+            finished = self._loop(engine, feed, sink)
+            self._report("finishing", engine)
         finally:
             sink.close(abandon=not finished)
+        return finished
 
-    def _loop(self, engine: Engine, feed: _Feed, sink: Sink, index: ManifestIndex) -> bool:
+    def _loop(self, engine: Engine, feed: _Feed, sink: Sink) -> bool:
         """Steps until the shards are done, True, or the stop flag has had its way, False."""
-        from offline_diffusion.engine.scheduler import LOOK_AHEAD
-
         give_up_at: float | None = None
         while True:
             if self.stop.requests and give_up_at is None:
@@ -266,11 +198,11 @@ class _Task:
                 feed.add_to(engine)
             for output in engine.step():
                 self._take(output, feed, sink)
-            self._report("running", engine, index)
+            self._report("running", engine)
             if give_up_at is not None and (self.stop.requests > 1 or time.monotonic() > give_up_at):
                 return False
             if not engine.has_unfinished and (self.stop.requests or not feed.open):
-                return not self.stop.requests
+                return not feed.open and not feed.pending and give_up_at is None
 
     def _stop_admission(self, engine: Engine) -> None:
         self.say(
@@ -285,73 +217,64 @@ class _Task:
         if output.status == "aborted":
             return
         sink.submit(shard_index, image, output)
-        counts = self.counts
-        counts.num_ok += output.status == "ok"
-        counts.num_failed += output.status == "failed"
-        counts.num_truncated += output.metrics.truncated_tokens > 0
-        counts.work_done += feed.work(image)
-        self._check_max_failures(feed.num_faults)
+        self.tally.num_ok += output.status == "ok"
+        self.tally.num_failed += output.status == "failed"
+        self.tally.num_truncated += output.metrics.truncated_tokens > 0
+        self.tally.work_done += feed.work(image)
+        self._check_max_failures()
 
-    def _check_max_failures(self, num_faults: int) -> None:
-        limit, counts = self.config.max_failures, self.counts
+    def _check_max_failures(self) -> None:
+        limit, tally = self.config.max_failures, self.tally
         if limit is None:
             return
-        failures = counts.num_failed + num_faults
-        attempted = counts.num_ok + failures
+        failures = tally.num_failed + tally.num_faults
+        attempted = tally.num_ok + failures
         if limit.endswith("%"):
-            too_many = (
-                attempted >= MIN_SHARE_SAMPLE and failures > attempted * float(limit.removesuffix("%")) / 100
-            )
+            allowed = attempted * float(limit.removesuffix("%")) / 100
+            too_many = attempted >= MIN_SHARE_SAMPLE and failures > allowed
         else:
             too_many = failures > int(limit)
         if too_many:
             raise TooManyFailuresError(
                 f"{failures} of {attempted} images and rows failed, --max-failures is {limit}",
-                hint=f"see {self.config.out}/failures; what is finished is kept, the same command goes on",
+                hint="what is finished is kept: mend the cause, or raise the limit, and run again",
             )
 
     # --- telling -----------------------------------------------------------------------------
 
-    def _report(self, phase: Literal["loading", "running", "finishing"], engine: Engine | None, index: ManifestIndex) -> None:
+    def _report(self, phase: Phase, engine: Engine) -> None:
         now = time.monotonic()
         if phase == "running" and now - self._last_report < PROGRESS_INTERVAL_S:
             return
         self._last_report = now
-        counts = self.counts
-        scale = self._rows_to_do(index) / counts.rows_opened if counts.rows_opened else 1.0
-        work_total, seconds = counts.work_opened * scale, now - (self.running_since or now)
-        done = counts.num_ok + counts.num_failed
-        left = max(0.0, work_total - counts.work_done)
         self.observer(
-            Progress(
-                phase=phase,
-                num_images=round(counts.images_opened * scale),
-                num_done=done + counts.num_resumed,
-                num_failed=counts.num_failed,
-                num_resumed=counts.num_resumed,
-                work_done=counts.work_done,
-                work_total=work_total,
-                images_per_s=done / seconds if seconds > 0 else 0.0,
-                eta_s=seconds * left / counts.work_done if counts.work_done else None,
-                step_fill=engine.stats.step_fill if engine else 0.0,
-                num_running=engine.num_running if engine else 0,
-                num_waiting=engine.num_waiting if engine else 0,
-                num_rows_scanned=index.num_rows,
+            self.tally.progress(
+                phase,
+                step_fill=engine.stats.step_fill,
+                num_running=engine.num_running,
+                num_waiting=engine.num_waiting,
             )
         )
 
-    def _rows_to_do(self, index: ManifestIndex) -> int:
-        return max(self.counts.rows_opened, self._num_rows_to_do)
-
-    _num_rows_to_do: int = 0
-
-    def _summary(self, ledger: Ledger, index: ManifestIndex, shards: Sequence[Shard]) -> JobSummary:
-        markers = ledger.markers()
+    def _summary(
+        self,
+        ledger: Ledger,
+        index: ManifestIndex,
+        shards: Sequence[Shard],
+        kept: Sequence[Marker],
+        *,
+        finished: bool,
+    ) -> JobSummary:
+        """``kept``: markers of the shards that were finished before this run."""
+        markers, tally = ledger.markers(), self.tally
         done = [markers[shard.index] for shard in shards if shard.index in markers]
-        counts, seconds = self.counts, time.monotonic() - (self.running_since or self.started)
-        unfinished = len(done) < len(shards)
-        num_ok = counts.num_ok + counts.num_resumed if unfinished else sum(marker.num_ok for marker in done)
-        num_failed = counts.num_failed if unfinished else sum(marker.num_failed for marker in done)
+        interrupted = len(done) < len(shards) or (
+            self.stop.requests > 0 and tally.num_rows_opened < tally.num_rows
+        )
+        num_ok = sum(marker.num_ok for marker in kept) + tally.num_resumed + tally.num_ok
+        num_failed = sum(marker.num_failed for marker in kept) + tally.num_failed
+        if finished:  # exact, from what is published
+            num_ok, num_failed = sum(m.num_ok for m in done), sum(m.num_failed for m in done)
         return JobSummary(
             out=self.config.out,
             num_rows=sum(shard.num_rows for shard in shards),
@@ -359,28 +282,13 @@ class _Task:
             num_ok=num_ok,
             num_failed=num_failed,
             num_quarantined_rows=sum(marker.num_invalid_rows for marker in done),
-            num_resumed=max(0, num_ok + num_failed - counts.num_ok - counts.num_failed),
+            num_resumed=max(0, num_ok + num_failed - tally.num_finished),
             num_shards=len(done),
-            seconds=seconds,
-            images_per_s=(counts.num_ok + counts.num_failed) / seconds if seconds > 0 else 0.0,
-            interrupted=unfinished,
-            warnings=self._warnings(),
+            seconds=tally.seconds,
+            images_per_s=tally.images_per_s,
+            interrupted=not finished,
+            warnings=tally.warnings(),
         )
-
-    def _warnings(self) -> list[str]:
-        """What happened to many rows, said once with a count."""
-        counts, lines = self.counts, []
-        if counts.num_truncated:
-            lines.append(
-                f"{counts.num_truncated} images: the prompt is longer than the model reads and was cut; "
-                "see truncated_tokens in metrics"
-            )
-        if counts.num_guidance_off:
-            lines.append(
-                f"{counts.num_guidance_off} images: true_cfg_scale > 1 but no negative_prompt, so guidance is off; "
-                'give negative_prompt (" " is one); see cfg_active in metrics'
-            )
-        return lines
 
 
 @dataclass
@@ -394,11 +302,9 @@ class _Feed:
     sink: Sink
     shards: list[Shard]
     open: bool = True
-    num_faults: int = 0
     pending: dict[str, tuple[int, ImageTask]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.task._num_rows_to_do = sum(shard.num_rows for shard in self.shards)
         self._images = self._read()
 
     def add_to(self, engine: Engine) -> None:
@@ -423,7 +329,8 @@ class _Feed:
         rows = self.manifest.read(ranges, duplicates=self.index.duplicates)
         for shard in self.shards:
             own = [next(rows) for _ in range(shard.num_rows)]
-            yield from ((shard, image) for image in self._open_shard(shard, own))
+            for image in self._open_shard(shard, own):
+                yield shard, image
 
     def _open_shard(self, shard: Shard, rows: list[ManifestRow | RowFault]) -> list[ImageTask]:
         """The images of a shard that are not there yet."""
@@ -433,7 +340,7 @@ class _Feed:
             resolved = row if isinstance(row, RowFault) else resolve_row(row, self.capabilities, defaults)
             if isinstance(resolved, RowFault):
                 rows[position] = resolved
-                self.num_faults += 1
+                self.task.tally.num_faults += 1
             else:
                 images.extend(resolved)
         finished = self.sink.open_shard(shard, rows, images, retry_failed=self.task.config.retry_failed)
@@ -442,11 +349,11 @@ class _Feed:
         return left
 
     def _count(self, shard: Shard, images: list[ImageTask], left: list[ImageTask]) -> None:
-        counts = self.task.counts
-        counts.rows_opened += shard.num_rows
-        counts.images_opened += len(images)
-        counts.num_resumed += len(images) - len(left)
-        counts.work_opened += sum(self.work(image) for image in left)
+        tally = self.task.tally
+        tally.num_rows_opened += shard.num_rows
+        tally.num_images_opened += len(images)
+        tally.num_resumed += len(images) - len(left)
+        tally.work_opened += sum(self.work(image) for image in left)
         for image in left:
             request = image.request
-            counts.num_guidance_off += request.true_cfg_scale > 1 and request.negative_prompt is None
+            tally.num_guidance_off += request.true_cfg_scale > 1 and request.negative_prompt is None

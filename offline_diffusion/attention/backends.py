@@ -99,6 +99,14 @@ def _missing(package: str) -> str | None:
     return None
 
 
+def _works_everywhere(*_: object) -> None:
+    return None
+
+
+def _flash_attn_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    return _needs_cuda_half(device, dtype) or _missing("flash-attn")
+
+
 def _fa3_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if (why := _needs_cuda_half(device, dtype)) is not None:
         return why
@@ -113,11 +121,11 @@ _BACKENDS = {
     "fa3": _Backend(_load_fa3, _fa3_why_not, "pip install 'offline-diffusion[gpu]'"),
     "flash_attn": _Backend(
         _load_flash_attn,
-        lambda device, dtype: _needs_cuda_half(device, dtype) or _missing("flash-attn"),
+        _flash_attn_why_not,
         "pip install flash-attn --no-build-isolation",
     ),
     "torch_varlen": _Backend(_load_torch_varlen, _needs_cuda_half, "run on a GPU in bfloat16"),
-    "sdpa": _Backend(lambda: _sdpa, lambda device, dtype: None, ""),
+    "sdpa": _Backend(lambda: _sdpa, _works_everywhere, ""),
 }
 """Best first: ``auto`` takes the first that works."""
 

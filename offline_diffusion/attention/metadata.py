@@ -27,7 +27,7 @@ class AttentionMetadata:
     @classmethod
     def from_seqlens(cls, seqlens: Sequence[int], device: torch.device) -> AttentionMetadata:
         """Args: ``seqlens``: tokens of each sequence, all at least 1."""
-        assert seqlens and min(seqlens) > 0, f"empty sequence in {seqlens}"
+        assert min(seqlens, default=0) > 0, f"empty sequence in {seqlens}"
         bounds = [0, *accumulate(seqlens)]
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
         return cls(cu_seqlens, tuple(seqlens), max(seqlens))

@@ -45,7 +45,7 @@ class DecodedImage:
 
     def ready(self) -> bool:
         """Whether pixels may be read without waiting."""
-        return self.done is None or self.done.query()
+        return self.done is None or bool(self.done.query())
 
     def wait(self) -> None:
         """Blocks until pixels may be read."""
@@ -56,7 +56,7 @@ class DecodedImage:
         """Device seconds of decode and copy."""
         if self.done is None or self.start is None:
             return self.seconds
-        return self.start.elapsed_time(self.done) / 1000
+        return float(self.start.elapsed_time(self.done)) / 1000
 
     def to_numpy(self) -> np.ndarray:
         return self.pixels.numpy()
@@ -133,9 +133,7 @@ class ModelRunner:
         if self._side_stream is None:
             start = time.perf_counter()
             pixels, is_finite = self._post_decode(prepared)
-            image = DecodedImage(
-                prepared.request, pixels, is_finite, None, None, time.perf_counter() - start
-            )
+            image = DecodedImage(prepared.request, pixels, is_finite, None, None, time.perf_counter() - start)
         else:
             image = self._decode_beside(prepared, self._side_stream)
         self._decoding.append(image)

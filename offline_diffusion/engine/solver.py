@@ -54,8 +54,13 @@ def combine_guidance(positive: Tensor, negative: Tensor, scale: Tensor, rule: Gu
     combined = negative + scale * (positive - negative)
     if rule == "plain":
         return combined
-    norm = torch.linalg.vector_norm
-    return combined * (norm(positive, dim=-1, keepdim=True) / norm(combined, dim=-1, keepdim=True))
+    return combined * (_token_norm(positive) / _token_norm(combined))
+
+
+def _token_norm(x: Tensor) -> Tensor:
+    """``[T, C]`` → ``[T, 1]``."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm
 
 
 def euler_step(latents: Tensor, noise_pred: Tensor, delta: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class Capabilities:
         return 24.0 * h * h * s * layers + 4.0 * s * s * h * layers
 
     def with_defaults(self, overrides: dict[str, Any]) -> Capabilities:
-        """A copy with ``height``, ``width``, ``num_inference_steps``, ``true_cfg_scale`` defaults replaced."""
+        """A copy with other defaults: height, width, num_inference_steps, true_cfg_scale."""
         known = {f"default_{key}": value for key, value in overrides.items() if value is not None}
         return replace(self, **known)
 

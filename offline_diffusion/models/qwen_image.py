@@ -40,7 +40,7 @@ class _Stream:
     def qkv_into(
         self, out: tuple[Tensor, Tensor, Tensor], x: Tensor, to_joint: Tensor, rotary: RotaryTable
     ) -> None:
-        """Writes the stream's q, k, v, normed and rotated, into their rows of the joint ``[T_joint, A, D]``."""
+        """Writes the stream's q, k, v, normed and rotated, to their rows of ``out`` ``[T_joint, A, D]``."""
         num_heads = out[0].shape[1]
         qkv = self.to_qkv(x).unflatten(-1, (3, num_heads, -1))
         weights, eps = (self.norm_q.weight, self.norm_k.weight), self.norm_q.eps
@@ -227,7 +227,7 @@ class QwenImage:
         grid = latents.view(rows, columns, channels, 2, 2).permute(2, 0, 3, 1, 4)
         grid = grid.reshape(1, channels, 1, 2 * rows, 2 * columns).to(vae.dtype)
         grid = grid * self._latents_std + self._latents_mean
-        image = vae.decode(grid, return_dict=False)[0][0, :, 0].float()  # [3, h, w] in -1 … 1
+        image: Tensor = vae.decode(grid, return_dict=False)[0][0, :, 0].float()  # [3, h, w] in -1 … 1
         scaled = (image * 0.5 + 0.5).clamp(0, 1) * 255
         return scaled.round().to(torch.uint8).permute(1, 2, 0).contiguous()
 
@@ -258,7 +258,8 @@ def refuse_unsupported(config: Any, noise_scheduler: Any) -> None:
     name = type(noise_scheduler).__name__
     if name != "FlowMatchEulerDiscreteScheduler":
         raise UnsupportedModelError(
-            f"noise scheduler {name} is not supported for Qwen-Image, allowed: FlowMatchEulerDiscreteScheduler"
+            f"noise scheduler {name} is not supported for Qwen-Image",
+            hint="allowed: FlowMatchEulerDiscreteScheduler",
         )
     for key in ("stochastic_sampling", "invert_sigmas"):
         if noise_scheduler.config.get(key):

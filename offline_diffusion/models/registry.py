@@ -106,10 +106,7 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     capabilities = family.capabilities(read)
     overrides = _optional(read, "generation_config.json")
     capabilities = capabilities.with_defaults(
-        {
-            key: overrides.get(key)
-            for key in ("height", "width", "num_inference_steps", "true_cfg_scale")
-        }
+        {key: overrides.get(key) for key in ("height", "width", "num_inference_steps", "true_cfg_scale")}
     )
     identity = {"model": model, "revision": revision, "pipeline": family.pipeline}
     identity["configs"] = _digest(index, read("transformer/config.json"), read("vae/config.json"), overrides)
@@ -142,7 +139,8 @@ def _folder_reader(folder: Path) -> ConfigReader:
             value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelError(
-                f"{folder} has no {name}", hint="give a folder in diffusers' layout, as save_pretrained writes it"
+                f"{folder} has no {name}",
+                hint="give a folder in diffusers' layout, as save_pretrained writes it",
             ) from None
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} cannot be read: {error}") from None

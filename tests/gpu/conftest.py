@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,11 +15,12 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
-def gpu_model() -> Iterator[Any]:
+def gpu_model() -> Any:
     from full_size import build_pipeline, checkpoint
+
     from offline_diffusion.models.loader import model_from_pipeline
 
     layers = int(os.environ.get("OFFDIFF_GPU_LAYERS", "6"))
     device = torch.device("cuda")
     pipeline = build_pipeline(device, num_layers=layers, num_text_layers=4)
-    yield model_from_pipeline(pipeline, checkpoint(layers), device)
+    return model_from_pipeline(pipeline, checkpoint(layers), device)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from offline_diffusion.attention.backends import available_backends, load_backend
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.engine import Engine
@@ -23,7 +24,7 @@ SIZES = [(256, 256), (512, 512), (256, 768), (384, 640), (64, 64), (1024, 1024),
 
 def _random_request(rng: random.Random, name: str) -> Request:
     height, width = rng.choice(SIZES)
-    words = "storm lamp violet river seven quiet engines ☂ 雨 under glass".split()
+    words = ["storm", "lamp", "violet", "river", "seven", "quiet", "engines", "☂", "雨", "under", "glass"]
     return Request(
         request_id=name,
         prompt=" ".join(rng.choices(words, k=rng.choice([1, 5, 30, 120]))),
@@ -115,7 +116,9 @@ def test_attention_backends_agree_with_the_reference(name: str) -> None:
         pytest.skip(status.why_not or "")
     _, attend = load_backend(name, device, torch.bfloat16)
     meta = AttentionMetadata.from_seqlens([17, 320, 1088, 1], device)
-    q, k, v = (torch.randn(meta.cu_seqlens[-1], 24, 128, device=device, dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (
+        torch.randn(meta.cu_seqlens[-1], 24, 128, device=device, dtype=torch.bfloat16) for _ in range(3)
+    )
     out = attend(q, k, v, meta).double()
     start = 0
     for length in meta.seqlens:

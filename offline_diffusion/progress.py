@@ -1,0 +1,145 @@
+"""What a running job tells, and how it is told to stop. Free of torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Phase = Literal["scanning", "loading", "running", "finishing"]
+
+
+@dataclass
+class StopFlag:
+    """Set by signal handlers, read between steps. ``requests`` 0: go on, 1: drain, 2: stop now."""
+
+    requests: int = 0
+    why: str = ""
+
+    def request(self, why: str) -> None:
+        """One more request to stop; ``why`` names the first."""
+        self.why = self.why or why
+        self.requests += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A snapshot for displays.
+
+    Images count earlier runs of unfinished shards in; ``work`` is FLOPs of this run.
+    ``num_images`` and ``work_total`` are estimates until the last shard is opened.
+    """
+
+    phase: Phase
+    num_images: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+    num_resumed: int = 0
+    work_done: float = 0.0
+    work_total: float = 0.0
+    images_per_s: float = 0.0
+    eta_s: float | None = None
+    step_fill: float = 0.0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_rows_scanned: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSummary:
+    """What a task did. Counts are of this task's shards, earlier runs included; ``seconds`` and
+    ``images_per_s`` are of this run."""
+
+    out: Path
+    num_rows: int
+    num_images: int
+    num_ok: int
+    num_failed: int
+    num_quarantined_rows: int
+    num_resumed: int
+    num_shards: int
+    seconds: float
+    images_per_s: float
+    interrupted: bool
+    warnings: list[str]
+
+
+Observer = Callable[[Progress], None]
+Say = Callable[[str], None]
+
+
+@dataclass
+class Tally:
+    """Counts of one run, and the estimates made from them.
+
+    Args:
+        num_rows: Rows of the shards this run is to do.
+        num_ok, num_failed: Images finished in this run.
+        num_faults: Quarantined rows met in this run.
+        num_resumed: Images of opened shards that were there already.
+        num_truncated, num_guidance_off: Images to warn of, once, with their number.
+        num_rows_opened, num_images_opened: Of the shards opened so far.
+        work_opened, work_done: FLOPs.
+    """
+
+    num_rows: int = 0
+    num_ok: int = 0
+    num_failed: int = 0
+    num_faults: int = 0
+    num_resumed: int = 0
+    num_truncated: int = 0
+    num_guidance_off: int = 0
+    num_rows_opened: int = 0
+    num_images_opened: int = 0
+    work_opened: float = 0.0
+    work_done: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_finished(self) -> int:
+        return self.num_ok + self.num_failed
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def images_per_s(self) -> float:
+        return self.num_finished / self.seconds if self.seconds > 0 else 0.0
+
+    def progress(self, phase: Phase, *, step_fill: float, num_running: int, num_waiting: int) -> Progress:
+        """A snapshot; what is not opened yet is taken to be like what is."""
+        scale = self.num_rows / self.num_rows_opened if self.num_rows_opened else 1.0
+        work_total = self.work_opened * scale
+        left = max(0.0, work_total - self.work_done)
+        return Progress(
+            phase=phase,
+            num_images=round(self.num_images_opened * scale),
+            num_done=self.num_finished + self.num_resumed,
+            num_failed=self.num_failed,
+            num_resumed=self.num_resumed,
+            work_done=self.work_done,
+            work_total=work_total,
+            images_per_s=self.images_per_s,
+            eta_s=self.seconds * left / self.work_done if self.work_done else None,
+            step_fill=step_fill,
+            num_running=num_running,
+            num_waiting=num_waiting,
+        )
+
+    def warnings(self) -> list[str]:
+        """What happened to many images, said once with a count."""
+        lines = []
+        if self.num_truncated:
+            lines.append(
+                f"{self.num_truncated} images: the prompt is longer than the model reads and was cut; "
+                "see truncated_tokens in metrics"
+            )
+        if self.num_guidance_off:
+            lines.append(
+                f"{self.num_guidance_off} images: true_cfg_scale > 1 without a negative_prompt, so guidance "
+                'is off; give negative_prompt (" " will do); see cfg_active in metrics'
+            )
+        return lines
