@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 
@@ -19,9 +18,6 @@ from offline_diffusion.config import (
     read_job_file,
 )
 from offline_diffusion.errors import ConfigError
-
-if TYPE_CHECKING:
-    from offline_diffusion.data.rows import RowDefaults
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -182,14 +178,6 @@ def build_config(given: dict[str, Any], *, environ: Mapping[str, str] = os.envir
     """
     values, spelling = gather_values(given, environ=environ)
     return make_job_config(values, spelling=spelling)
-
-
-def row_defaults(config: JobConfig) -> RowDefaults:
-    """What the job says for rows that are silent."""
-    from offline_diffusion.data.rows import RowDefaults
-
-    names = [field.name for field in dataclasses.fields(RowDefaults)]
-    return RowDefaults(**{name: getattr(config, name) for name in names})
 
 
 def build_model(given: dict[str, Any]) -> tuple[str, str | None]:

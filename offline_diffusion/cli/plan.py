@@ -14,11 +14,10 @@ from offline_diffusion.cli.options import (
     job_option,
     manifest_options,
     model_options,
-    row_defaults,
     row_options,
     shard_options,
 )
-from offline_diffusion.cli.progress import RowCounter
+from offline_diffusion.cli.progress import ticking
 from offline_diffusion.cli.text import duration, plural, quantity, table
 from offline_diffusion.cli.throughput import recall
 
@@ -80,6 +79,7 @@ def _scan(config: JobConfig) -> Plan:
     from offline_diffusion.data.manifest import open_manifest
     from offline_diffusion.data.plan import PlanBuilder
     from offline_diffusion.data.scan import scan
+    from offline_diffusion.job import row_defaults
     from offline_diffusion.models.registry import capabilities_for
 
     builder = PlanBuilder(
@@ -91,9 +91,10 @@ def _scan(config: JobConfig) -> Plan:
         image_format=config.image_format,
     )
     manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
+    with ticking(lambda: f"scanning the manifest: {plural(builder.num_rows, 'row')}"):
+        scan(manifest, on_row=builder.add)
     for note in manifest.notes:
         click.echo(note, err=True)
-    scan(manifest, on_row=RowCounter(builder.add))
     return builder.finish(config.num_tasks)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
@@ -15,14 +17,9 @@ from offline_diffusion.cli.text import duration, plural
 if TYPE_CHECKING:
     import rich.progress
 
-    from offline_diffusion.data.rows import ManifestRow, RowFault
-    from offline_diffusion.job import Progress
-
-    Row = ManifestRow | RowFault
+    from offline_diffusion.progress import Progress
 
 PLAIN_INTERVAL_S = 5.0
-
-_ROWS_BETWEEN_LOOKS = 1000
 
 
 class ProgressDisplay(Protocol):
@@ -124,29 +121,26 @@ class TerminalProgress:
         self._bar.console.print(line, markup=False, highlight=False)
 
 
-class RowCounter:
-    """Passes rows on and says every ``PLAIN_INTERVAL_S`` seconds how many they were.
-
-    Args:
-        on_row: What is done with each row.
-    """
-
-    def __init__(self, on_row: Callable[[Row], None], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_rows = 0
-        self._on_row = on_row
-        self._clock = clock
-        self._next = clock() + PLAIN_INTERVAL_S
-
-    def __call__(self, row: Row) -> None:
-        self._on_row(row)
-        self.num_rows += 1
-        if self.num_rows % _ROWS_BETWEEN_LOOKS == 0 and self._clock() >= self._next:
-            self._next = self._clock() + PLAIN_INTERVAL_S
-            click.echo(f"scanning the manifest: {plural(self.num_rows, 'row')}", err=True)
-
-
 def make_progress() -> ProgressDisplay:
     """The display that fits standard error."""
     if sys.stderr.isatty():
         return TerminalProgress(sys.stderr)
     return PlainProgress()
+
+
+@contextmanager
+def ticking(describe_now: Callable[[], str], interval_s: float = PLAIN_INTERVAL_S) -> Iterator[None]:
+    """Inside, prints a line to standard error every few seconds, from a thread of its own."""
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(interval_s):
+            click.echo(describe_now(), err=True)
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

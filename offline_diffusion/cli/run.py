@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,10 +26,12 @@ from offline_diffusion.cli.signals import stop_on_signals
 from offline_diffusion.cli.text import duration, plural
 from offline_diffusion.cli.throughput import ThroughputMeter, device_name, remember
 from offline_diffusion.errors import JobInterrupted
+from offline_diffusion.progress import JobSummary, Progress, StopFlag
 
 if TYPE_CHECKING:
     from offline_diffusion.config import JobConfig
-    from offline_diffusion.job import JobSummary, Progress
+
+RunTask = Callable[..., JobSummary]
 
 EXIT_SOME_FAILED = 3
 
@@ -92,21 +95,20 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
     ctx.exit(_exit_code(summary))
 
 
-def _run(config: JobConfig, job: Any) -> JobSummary:
-    """Runs the task; ``job`` stands in for ``offline_diffusion.job`` in tests."""
-    meter = ThroughputMeter()
-    with stop_on_signals() as relay, make_progress() as display:
-        job = job or importlib.import_module("offline_diffusion.job")
-        stop = job.StopFlag()
-        relay.connect(stop)
+def _run(config: JobConfig, run_task: RunTask | None) -> JobSummary:
+    """Runs the task; ``run_task`` stands in for that of ``offline_diffusion.job`` in tests."""
+    meter, stop = ThroughputMeter(), StopFlag()
+    with stop_on_signals(stop), make_progress() as display:
+        # Only now: loading takes seconds, and a signal must not be lost in them.
+        run_task = run_task or importlib.import_module("offline_diffusion.job").run_task
 
         def observe(progress: Progress) -> None:
             display.update(progress)
             meter.observe(progress, time.monotonic())
 
-        summary: JobSummary = job.run_task(config, observer=observe, stop=stop, say=display.say)
-    if record := meter.record(config.model, device_name(config.device)):
-        remember(record)
+        summary: JobSummary = run_task(config, observer=observe, stop=stop, say=display.say)
+    if measured := meter.measured():
+        remember(config.model, device_name(config.device), *measured)
     return summary
 
 

@@ -13,10 +13,8 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from offline_diffusion.job import Progress
+from offline_diffusion.progress import Progress
 
 MIN_SECONDS = 1.0
 """A shorter run says nothing about a long one."""
@@ -50,16 +48,15 @@ class ThroughputMeter:
         self._first = self._first or (now, progress)
         self._last = (now, progress)
 
-    def record(self, model: str, device: str) -> ThroughputRecord | None:
-        """What was measured, or None when it was too little."""
+    def measured(self) -> tuple[float, int] | None:
+        """FLOP/s and the images they were measured over, or None when it was too little."""
         if self._first is None or self._last is None:
             return None
         (start, before), (end, after) = self._first, self._last
         work = after.work_done - before.work_done
         if end - start < MIN_SECONDS or work <= 0:
             return None
-        num_images = after.num_done - before.num_done
-        return ThroughputRecord(model, device, work / (end - start), num_images, time.time())
+        return work / (end - start), after.num_done - before.num_done
 
 
 def device_name(device: str) -> str:
@@ -78,10 +75,13 @@ def cache_folder() -> Path:
     return cache / "offline_diffusion" / "throughput"
 
 
-def remember(record: ThroughputRecord, folder: Path | None = None) -> None:
+def remember(
+    model: str, device: str, flops_per_s: float, num_images: int, *, folder: Path | None = None
+) -> None:
     """Writes a record in place of the last one of the same model and device."""
     folder = folder or cache_folder()
-    key = hashlib.sha256(f"{record.model}\0{record.device}".encode()).hexdigest()[:16]
+    record = ThroughputRecord(model, device, flops_per_s, num_images, time.time())
+    key = hashlib.sha256(f"{model}\0{device}".encode()).hexdigest()[:16]
     temporary = folder / f".{key}.{os.getpid()}"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

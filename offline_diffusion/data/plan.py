@@ -210,6 +210,11 @@ class PlanBuilder:
         self._flops = 0.0
         self._final_pixels = 0
 
+    @property
+    def num_rows(self) -> int:
+        """Rows added so far."""
+        return self._counts["rows"]
+
     def add(self, row: ManifestRow | RowFault) -> None:
         """Counts one row, good or faulty."""
         self._counts["rows"] += 1

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import io
-from types import SimpleNamespace
+import time
 from typing import Any
 
 import pytest
 
-from offline_diffusion.cli.progress import PlainProgress, TerminalProgress, describe, make_progress
+from offline_diffusion.cli.progress import PlainProgress, TerminalProgress, describe, make_progress, ticking
+from offline_diffusion.progress import Progress
 
 
-def progress(**changes: Any) -> Any:
-    values = {
+def progress(**changes: Any) -> Progress:
+    values: dict[str, Any] = {
         "phase": "running", "num_images": 2400, "num_done": 1200, "num_failed": 3, "num_resumed": 0,
         "work_done": 5.0, "work_total": 10.0, "images_per_s": 1.2345, "eta_s": 75.0, "step_fill": 0.876,
         "num_running": 8, "num_waiting": 40, "num_rows_scanned": 1_000_000,
     }  # fmt: skip
-    return SimpleNamespace(**(values | changes))
+    return Progress(**(values | changes))
 
 
 def test_a_line_says_everything() -> None:
@@ -71,3 +72,11 @@ def test_a_terminal_gets_one_bar_by_work(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "90%" in text
     assert "1/2,400 images" in text
     assert "quarantined [bold]row[/bold] 7" in text
+
+
+def test_ticking_says_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with ticking(lambda: "7 rows", interval_s=0.01):
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert set(lines) == {"7 rows"}

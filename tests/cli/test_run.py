@@ -1,4 +1,4 @@
-"""``offdiff run``: what a person sees and the exit code, with a stand-in for the job module."""
+"""``offdiff run``: what a person sees and the exit code, with a stand-in for ``run_task``."""
 
 from __future__ import annotations
 
@@ -7,29 +7,20 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from offline_diffusion.cli.main import main
+from offline_diffusion.cli.throughput import recall
 from offline_diffusion.errors import JobInterrupted, JobMismatchError, ManifestError
+from offline_diffusion.progress import JobSummary, Progress, StopFlag
 
 Run = Callable[..., Any]
 
 
-class StopFlag:
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def request(self, why: str) -> None:
-        self.reasons.append(why)
-
-
-def summary(**changes: Any) -> Any:
-    from offline_diffusion.job import JobSummary
-
+def summary(**changes: Any) -> JobSummary:
     values: dict[str, Any] = {
         "out": Path("out"), "num_rows": 4, "num_images": 4, "num_ok": 4, "num_failed": 0,
         "num_quarantined_rows": 0, "num_resumed": 0, "num_shards": 1, "seconds": 2.0, "images_per_s": 2.0,
@@ -39,11 +30,10 @@ def summary(**changes: Any) -> Any:
 
 
 def invoke(run_task: Run, *args: str) -> Result:
-    job = SimpleNamespace(run_task=run_task, StopFlag=StopFlag)
-    return CliRunner().invoke(main, ["run", "m.jsonl", "--out", "out", *args], obj=job)
+    return CliRunner().invoke(main, ["run", "m.jsonl", "--out", "out", *args], obj=run_task)
 
 
-def test_a_finished_job(tmp_path: Path) -> None:
+def test_a_finished_job() -> None:
     seen = {}
 
     def run_task(config: Any, *, observer: Any, stop: StopFlag, say: Callable[[str], None]) -> Any:
@@ -115,7 +105,7 @@ def test_signals_reach_the_running_job() -> None:
     def run_task(config: Any, *, stop: StopFlag, **_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.reasons == ["SIGUSR1", "SIGTERM"]
+        assert (stop.requests, stop.why) == (2, "SIGUSR1")
         return summary(interrupted=True)
 
     assert invoke(run_task).exit_code == 75
@@ -126,3 +116,19 @@ def test_usage_mistakes_exit_with_2_before_the_job_starts() -> None:
         result = invoke(lambda config, **_: pytest.fail("the job started"), *args)
         assert result.exit_code == 2
         assert "Traceback" not in result.output
+
+
+def test_a_run_is_remembered_for_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    now = iter(range(0, 100, 10))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
+
+    def run_task(config: Any, *, observer: Callable[[Progress], None], **_: Any) -> JobSummary:
+        observer(Progress(phase="running", num_done=1, work_done=1e12))
+        observer(Progress(phase="finishing", num_done=3, work_done=5e12))
+        return summary()
+
+    assert invoke(run_task, "--model", "m", "--device", "cpu").exit_code == 0
+    record = recall("m")
+    assert record is not None
+    assert (record.device, record.num_images) == ("CPU", 2)
