@@ -268,9 +268,6 @@ class _Task:
         """``kept``: markers of the shards that were finished before this run."""
         markers, tally = ledger.markers(), self.tally
         done = [markers[shard.index] for shard in shards if shard.index in markers]
-        interrupted = len(done) < len(shards) or (
-            self.stop.requests > 0 and tally.num_rows_opened < tally.num_rows
-        )
         num_ok = sum(marker.num_ok for marker in kept) + tally.num_resumed + tally.num_ok
         num_failed = sum(marker.num_failed for marker in kept) + tally.num_failed
         if finished:  # exact, from what is published
