@@ -54,9 +54,10 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
             click.echo(json.dumps(fields) if as_json else str(fault))
     for note in manifest.notes:
         click.echo(note, err=True)
-    click.echo(
-        f"{plural(faults.num_rows, 'row')}, {plural(faults.num_images, 'image')}: "
-        f"{plural(num_faults, 'fault')} in {plural(faults.num_faulty_rows, 'row')}",
-        err=True,
+    found = (
+        f"{plural(num_faults, 'fault')} in {plural(faults.num_faulty_rows, 'row')}"
+        if num_faults
+        else "no faults"
     )
+    click.echo(f"{plural(faults.num_rows, 'row')}, {plural(faults.num_images, 'image')}: {found}", err=True)
     ctx.exit(EXIT_FAULTS if num_faults else 0)

@@ -1,0 +1,116 @@
+"""``offdiff validate``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from offline_diffusion.cli.main import main
+
+ROWS: list[dict[str, Any]] = [
+    {"id": "a", "prompt": "a cup"},
+    {"id": "b", "prompt": "  ", "seed": -1},
+    {"id": "c", "prompt": "a hat", "height": 1.5},
+    {"id": "a", "prompt": "a cup again"},
+    {"id": "e", "prompt": "a bad size", "height": 50, "width": 64},
+]
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def invoke(*args: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, ["validate", *map(str, args)], input=stdin)
+
+
+def test_each_fault_has_file_line_column_and_value(manifest: Path) -> None:
+    result = invoke(manifest, "--json")
+    assert result.exit_code == 3
+    faults = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(fault["line"], fault["row"], fault["column"]) for fault in faults] == [
+        (2, 1, "prompt"), (2, 1, "seed"), (3, 2, "height"), (4, 3, "id"),
+    ]  # fmt: skip
+    assert {fault["file"] for fault in faults} == {str(manifest)}
+    assert faults[1]["value"] == "-1"
+    assert "4 faults in 3 rows" in result.stderr
+    assert set(faults[0]) == {"file", "line", "row", "id", "column", "value", "reason"}
+
+
+def test_text_is_a_fault_a_line(manifest: Path) -> None:
+    result = invoke(manifest)
+    assert result.exit_code == 3
+    lines = result.stdout.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{manifest}:{line}" for line in (2, 2, 3, 4)]
+    assert ": seed=-1: " in lines[1]
+
+
+def test_with_a_model_its_limits_count_too(manifest: Path, tiny_model: Path) -> None:
+    result = invoke(manifest, "--model", tiny_model, "--json")
+    faults = [json.loads(line) for line in result.stdout.splitlines()]
+    assert (5, "height") in [(fault["line"], fault["column"]) for fault in faults]
+    rounded = invoke(manifest, "--model", tiny_model, "--json", "--on-bad-size", "round")
+    assert len(rounded.stdout.splitlines()) == len(faults) - 1
+
+
+def test_good_rows_exit_with_0(manifest: Path) -> None:
+    result = invoke(manifest, "--limit", "1")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "1 row, 1 image: no faults" in result.stderr
+
+
+def test_standard_input(manifest: Path) -> None:
+    result = invoke("-", stdin=manifest.read_text())
+    assert result.exit_code == 3
+    assert len(result.stdout.splitlines()) == 4
+
+
+def test_mapped_columns(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"beschreibung": "eine Tasse"}\n')
+    assert invoke(path, "--map", "beschreibung=prompt").exit_code == 0
+    without = invoke(path)
+    assert without.exit_code == 1
+    assert "hint: " in without.stderr
+
+
+@pytest.mark.parametrize("content", [None, "", "\x00\x01\x02"])
+def test_files_that_cannot_be_used_exit_with_1_and_name_the_file(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "m.jsonl"
+    if content is not None:
+        path.write_text(content)
+    result = invoke(path)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")
+    assert "m.jsonl" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"prompt": "a"}\n' + '{"prompt": ""}\n' * 20_000)
+    command = f"{sys.executable} -m offline_diffusion.cli.main validate {path} | head -1"
+    done = subprocess.run(command, shell=True, check=True, capture_output=True, text=True)
+    assert len(done.stdout.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_validate_loads_no_torch(manifest: Path) -> None:
+    code = (
+        "import sys\n"
+        "from offline_diffusion.cli.main import main\n"
+        f"code = main(['validate', {str(manifest)!r}], standalone_mode=False)\n"
+        "print(code, *sorted({'torch', 'diffusers', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "3"
