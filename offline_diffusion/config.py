@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pydantic
 import yaml
@@ -25,6 +25,9 @@ class Options(BaseModel):
     """Base of all option groups: frozen, unknown keys refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+GroupT = TypeVar("GroupT", bound=Options)
 
 
 class EngineConfig(Options):
@@ -108,20 +111,21 @@ LAYOUT_OPTIONS = ("map", "limit", "shard_size")
 """Options that change which rows fall into which shard: likewise refused."""
 
 
-def check_option_names(names: Iterable[str], *, source: str) -> None:
-    """Refuses names that are no options of a job.
+def check_option_names(names: Iterable[str], *, source: str, options: type[Options] = JobConfig) -> None:
+    """Refuses names that are no options.
 
     Args:
         names: Option names, spelled with underscores.
         source: Where they come from, for the message.
+        options: The group they must belong to.
 
     Raises:
         ConfigError: A name is unknown; the hint has the closest one.
     """
     for name in names:
-        if name not in JobConfig.model_fields:
-            close = did_you_mean(name, JobConfig.model_fields)
-            known = f"known: {', '.join(sorted(JobConfig.model_fields))}"
+        if name not in options.model_fields:
+            close = did_you_mean(name, options.model_fields)
+            known = f"known: {', '.join(sorted(options.model_fields))}"
             raise ConfigError(
                 f"{source}: unknown option {name!r}", hint=f"did you mean {close!r}?" if close else known
             )
@@ -141,9 +145,20 @@ def make_job_config(
         ConfigError: A key is unknown or a value is not allowed.
     """
     given = {key: value for key, value in values.items() if value is not None}
-    check_option_names(given, source=source)
+    return _make(JobConfig, given, source, spelling)
+
+
+def make_engine_config(values: Mapping[str, Any], *, source: str = "options") -> EngineConfig:
+    """Builds the options of an engine alone; see `make_job_config`."""
+    return _make(EngineConfig, values, source)
+
+
+def _make(
+    options: type[GroupT], values: Mapping[str, Any], source: str, spelling: Mapping[str, str] | None = None
+) -> GroupT:
+    check_option_names(values, source=source, options=options)
     try:
-        return JobConfig(**given)
+        return options(**values)
     except pydantic.ValidationError as error:
         lines = "; ".join(_describe(detail, spelling or {}) for detail in error.errors())
         raise ConfigError(lines if spelling else f"{source}: {lines}") from None

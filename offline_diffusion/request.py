@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -45,18 +46,27 @@ class SamplingParams:
     lora_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.num_images_per_prompt is None:
+            raise ValueError("num_images_per_prompt must be an integer of at least 1, got None")
         for name in ("height", "width", "num_inference_steps", "num_images_per_prompt"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         for name in ("true_cfg_scale", "guidance_scale"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed must be from 0 to 2**64-1, got {self.seed}")
-        if not math.isfinite(self.lora_scale):
-            raise ValueError(f"lora_scale must be finite, got {self.lora_scale}")
+            if value is not None and not (_is_finite(value) and value >= 0):
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+        seed = self.seed
+        if seed is not None and not (isinstance(seed, Integral) and 0 <= int(seed) <= MAX_SEED):
+            raise ValueError(f"seed must be an integer from 0 to 2**64-1, got {seed!r}")
+        if not _is_finite(self.lora_scale):
+            raise ValueError(f"lora_scale must be a finite number, got {self.lora_scale!r}")
+        if not isinstance(self.negative_prompt, str | None):
+            raise ValueError(f"negative_prompt must be a string or None, got {self.negative_prompt!r}")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,4 +157,4 @@ class RequestOutput:
             raise ValueError(f"request {self.request_id!r} has no image: {self.status}: {self.error}")
         import PIL.Image
 
-        return PIL.Image.fromarray(self.pixels, mode=None)
+        return PIL.Image.fromarray(self.pixels)

@@ -8,6 +8,7 @@ depend, to the last bit, on what it is packed with: backends that split work by 
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from offline_diffusion.attention.metadata import AttentionMetadata
 from offline_diffusion.errors import BackendError
+
+logger = logging.getLogger(__name__)
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
 
@@ -148,7 +151,7 @@ def load_backend(name: str, device: torch.device, dtype: torch.dtype) -> tuple[s
     statuses = {status.name: status for status in available_backends(device, dtype)}
     working = [status.name for status in statuses.values() if status.works]
     if name == "auto":
-        name = working[0]
+        return _load_first(working)
     if name not in statuses:
         raise BackendError(f"unknown attention backend {name!r}, known: auto, {', '.join(statuses)}")
     status = statuses[name]
@@ -157,4 +160,16 @@ def load_backend(name: str, device: torch.device, dtype: torch.dtype) -> tuple[s
             f"attention backend {name!r} does not work here: {status.why_not}; working: {', '.join(working)}",
             hint=status.hint,
         )
-    return name, _BACKENDS[name].load()
+    return _load_first([name])
+
+
+def _load_first(names: list[str]) -> tuple[str, AttentionFunction]:
+    """The first that loads: an installed package may still be built for another torch."""
+    faults = []
+    for name in names:
+        try:
+            return name, _BACKENDS[name].load()
+        except (ImportError, OSError) as error:
+            faults.append(f"attention backend {name!r} cannot be loaded: {error}")
+            logger.warning(faults[-1])
+    raise BackendError("; ".join(faults), hint="name another, or install it again for this torch")

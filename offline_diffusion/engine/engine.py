@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -16,9 +17,11 @@ from offline_diffusion.engine.packed_batch import PreparedRequest
 from offline_diffusion.engine.scheduler import LOOK_AHEAD, ScheduledRequest, Scheduler
 from offline_diffusion.engine.stats import EngineStats, StepTimer
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
-from offline_diffusion.request import Request, RequestMetrics, RequestOutput
+from offline_diffusion.request import FinishReason, Request, RequestMetrics, RequestOutput
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NUM_PREPARED_AHEAD = 4
 """Waiting requests whose prompts are encoded and noise is drawn while steps run."""
@@ -42,7 +45,7 @@ class _RequestState:
     metrics: RequestMetrics
     started: float | None = None
     prepared: PreparedRequest | None = None
-    sum_batch_seqs: int = field(default=0)
+    sum_batch_seqs: int = 0
 
 
 class Engine:
@@ -82,10 +85,14 @@ class Engine:
         """
         if request.request_id in self._states:
             raise ValueError(f"request id {request.request_id!r} is already at hand")
+        fault = self.model.capabilities.check_request(request)
+        if fault is not None:
+            self._refuse(request, "invalid_request", fault)
+            return
         try:
             state = self._make_state(request)
         except Exception as error:
-            self._done.append(RequestOutput(request, "failed", None, RequestMetrics(), *_describe(error)))
+            self._refuse(request, *_row_fault(error))
             return
         self._states[request.request_id] = state
         self.scheduler.add(
@@ -100,10 +107,13 @@ class Engine:
             )
         )
 
+    def _refuse(self, request: Request, error_type: str, error: str) -> None:
+        self.stats.num_failed += 1
+        self._done.append(RequestOutput(request, "failed", None, RequestMetrics(), error_type, error))
+
     def _make_state(self, request: Request) -> _RequestState:
         prompt = self.model.tokenize(request.prompt)
-        guided = request.cfg_active and request.negative_prompt is not None
-        negative = self.model.tokenize(request.negative_prompt or "") if guided else None
+        negative = self.model.tokenize(request.negative_prompt or "") if request.cfg_active else None
         branches = [prompt] if negative is None else [prompt, negative]
         num_image_tokens = self.model.capabilities.num_image_tokens(request.height, request.width)
         num_tokens = sum(num_image_tokens + branch.num_tokens for branch in branches)
@@ -116,10 +126,16 @@ class Engine:
         return _RequestState(request, prompt, negative, num_tokens, self._clock(), metrics)
 
     def abort(self, request_id: str) -> bool:
-        """Drops a request between steps; its output has status ``aborted``. False when unknown."""
+        """Drops a request between steps; its output has status ``aborted``.
+
+        False when it is unknown, or past its last step: its image then comes all the same.
+        """
         if not self.scheduler.remove(request_id):
             return False
-        self._finish(self._states[request_id], "aborted")
+        state = self._states[request_id]
+        if state.started is not None:
+            self.runner.drop_batch()
+        self._finish(state, "aborted")
         return True
 
     def close_source(self) -> None:
@@ -160,21 +176,23 @@ class Engine:
     def _ready(self, request_id: str) -> _RequestState | None:
         """A running request with its prompts encoded; None when it failed on the way."""
         state = self._states[request_id]
+        if not self._prepare(state):
+            return None
         if state.started is None:
             state.started = self._clock()
             state.metrics.queue_s = state.started - state.arrival
-        return state if self._prepare(state) else None
+        return state
 
     def _prepare(self, state: _RequestState) -> bool:
         if state.prepared is not None:
             return True
         start = self._clock()
         try:
-            state.prepared = self.runner.prepare(state.request, state.prompt, state.negative)
+            state.prepared = self._with_memory_back(
+                lambda: self.runner.prepare(state.request, state.prompt, state.negative)
+            )
         except Exception as error:
-            _forget_device_errors(error)
-            self.scheduler.remove(state.request.request_id)
-            self._finish(state, "failed", *_describe(error))
+            self._fail(state, *_row_fault(error))
             return False
         state.metrics.encode_s = self._clock() - start
         return True
@@ -192,7 +210,7 @@ class Engine:
         prepared = [state.prepared for state in running if state.prepared is not None]
         start = self._timer.begin()
         try:
-            num_seqs = self.runner.denoise(prepared)
+            num_seqs = self._with_memory_back(lambda: self.runner.denoise(prepared))
         except torch.OutOfMemoryError as error:
             self._on_out_of_memory(running, error)
             return False
@@ -214,6 +232,17 @@ class Engine:
 
     # --- faults ------------------------------------------------------------------------------
 
+    def _with_memory_back(self, work: Callable[[], T]) -> T:
+        """Runs ``work``; out of memory, once more with everything given back that can be spared."""
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            self._forget_pack(error)
+        self.runner.drop_prompts()
+        while self.runner.num_decoding:
+            self._collect(wait=True)
+        return work()
+
     def _on_out_of_memory(self, running: Sequence[_RequestState], error: BaseException) -> None:
         """Shrinks the budget and tries again; a request that is alone fails with its numbers."""
         self._forget_pack(error)
@@ -233,24 +262,25 @@ class Engine:
         """Finds whose fault it was by stepping each request alone; the others go on."""
         self._forget_pack(error)
         if len(running) == 1:
-            self._fail(running[0], *_describe(error))
+            self._fail(running[0], *_row_fault(error))
             return
+        logger.warning("a step of %d requests failed, each now runs it alone: %s", len(running), error)
         for state in running:
             assert state.prepared is not None
             try:
-                self.runner.denoise([state.prepared])
+                num_seqs = self.runner.denoise([state.prepared])
                 self.runner.drop_batch()
             except Exception as own:
                 self._forget_pack(own)
-                self._fail(state, *_describe(own))
+                self._fail(state, *_row_fault(own))
                 continue
-            self._count_step([state], 1 + (state.negative is not None))
+            self._count_step([state], num_seqs)
         for entry in self.scheduler.advance():
             self._decode(self._states[entry.request_id])
 
     def _forget_pack(self, error: BaseException) -> None:
+        error.__traceback__ = None  # its frames hold the failed step's tensors
         self.runner.drop_batch()
-        _forget_device_errors(error)
 
     def _fail(self, state: _RequestState, error_type: str, error: str) -> None:
         self.scheduler.remove(state.request.request_id)
@@ -259,14 +289,15 @@ class Engine:
     # --- images out --------------------------------------------------------------------------
 
     def _decode(self, state: _RequestState) -> None:
-        assert state.prepared is not None and state.started is not None
+        prepared = state.prepared
+        assert prepared is not None
+        assert state.started is not None
         state.metrics.denoise_s = self._clock() - state.started
         self.runner.drop_batch()
         try:
-            self.runner.decode(state.prepared)
+            self._with_memory_back(lambda: self.runner.decode(prepared))
         except Exception as error:
-            _forget_device_errors(error)
-            self._finish(state, "failed", *_describe(error))
+            self._finish(state, "failed", *_row_fault(error))
 
     def _reserve_decode_slot(self) -> None:
         while self.runner.num_decoding >= MAX_DECODING:
@@ -278,7 +309,7 @@ class Engine:
 
     def _hand_out(self, image: DecodedImage) -> None:
         state = self._states[image.request.request_id]
-        self._timer.settle()
+        self._timer.settle_finished()
         state.metrics.decode_s = image.decode_s()
         if not bool(image.is_finite):
             self._finish(state, "failed", "nan", "the final latents hold NaN or infinity")
@@ -287,7 +318,11 @@ class Engine:
         output.pixels = image.to_numpy()
 
     def _finish(
-        self, state: _RequestState, status: str, error_type: str | None = None, error: str | None = None
+        self,
+        state: _RequestState,
+        status: FinishReason,
+        error_type: str | None = None,
+        error: str | None = None,
     ) -> RequestOutput:
         metrics = state.metrics
         metrics.total_s = self._clock() - state.arrival
@@ -297,37 +332,49 @@ class Engine:
         self.stats.num_finished += status == "ok"
         self.stats.num_failed += status == "failed"
         del self._states[state.request.request_id]
-        output = RequestOutput(state.request, status, None, metrics, error_type, error)  # type: ignore[arg-type]
+        output = RequestOutput(state.request, status, None, metrics, error_type, error)
         self._done.append(output)
         return output
 
     # --- the whole way -----------------------------------------------------------------------
 
     def generate(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
-        """Draws ``requests``, pulled lazily so that any number fits in memory; outputs as they finish."""
+        """Draws ``requests``, pulled lazily so that any number fits in memory; outputs as they finish.
+
+        A caller that stops early drops what is not finished.
+        """
         source = iter(requests)
         is_open = True
         self.scheduler.no_more_requests = False
-        while is_open or self.has_unfinished:
-            while is_open and self.num_waiting < LOOK_AHEAD:
-                request = next(source, None)
-                if request is None:
-                    is_open = False
-                    self.close_source()
-                    break
-                self.add_request(request)
-            yield from self.step()
+        try:
+            while is_open or self.has_unfinished:
+                while is_open and self.num_waiting + len(self._done) < LOOK_AHEAD:
+                    request = next(source, None)
+                    if request is None:
+                        is_open = False
+                        self.close_source()
+                        break
+                    self.add_request(request)
+                yield from self.step()
+        finally:
+            self._drop_all()
+
+    def _drop_all(self) -> None:
+        for request_id in list(self._states):
+            self.abort(request_id)
+        while self.runner.num_decoding:
+            self._collect(wait=True)
+        self._done.clear()
 
 
-def _describe(error: Exception) -> tuple[str, str]:
-    """``error_type`` and ``error`` of an output."""
+def _row_fault(error: Exception) -> tuple[str, str]:
+    """``error_type`` and ``error`` of an output.
+
+    Raises:
+        torch.AcceleratorError: The device is broken, which is no request's fault.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        raise error
     if isinstance(error, torch.OutOfMemoryError):
         return "out_of_memory", str(error)
     return "model_error", f"{type(error).__name__}: {error}"
-
-
-def _forget_device_errors(error: BaseException) -> None:
-    """Lets go of tensors that the traceback's frames hold, and of cached blocks after an OOM."""
-    error.__traceback__ = None
-    if isinstance(error, torch.OutOfMemoryError):
-        torch.cuda.empty_cache()

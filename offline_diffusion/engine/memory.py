@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ class MemoryProfile:
 def fit_token_budget(model: DiffusionModel, max_num_batched_tokens: int) -> int:
     """The budget asked for, or less where one step and one decode beside it would not fit.
 
-    On a GPU one real step of that many tokens is run, and one decode at the model's default size;
+    On a GPU one real step of about that many tokens is run, and one decode at the model's default size;
     peaks are taken to grow linearly with tokens. Elsewhere the budget is returned as it is.
     """
     if model.device.type != "cuda":
@@ -41,7 +42,7 @@ def fit_token_budget(model: DiffusionModel, max_num_batched_tokens: int) -> int:
         return max_num_batched_tokens
     budget = max(1, int(max_num_batched_tokens * room / profile.denoise_bytes))
     logger.warning(
-        "a step of %d tokens takes %.1f GiB and a decode %.1f GiB, %.1f GiB are free: the budget is %d tokens",
+        "a step of %d tokens takes %.1f GiB, a decode %.1f GiB, free are %.1f GiB: the budget is %d tokens",
         max_num_batched_tokens,
         profile.denoise_bytes / 2**30,
         profile.decode_bytes / 2**30,
@@ -58,16 +59,20 @@ def measure_memory(model: DiffusionModel, num_tokens: int) -> MemoryProfile:
     caps = model.capabilities
     decode = _peak(model, lambda: _decode_once(model, caps.default_height, caps.default_width))
     try:
-        denoise = _peak(model, lambda: _step_once(model, num_tokens))
+        denoise = _step_peak(model, num_tokens, num_tokens)
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        smaller = max(1, num_tokens // 8)
-        denoise = _peak(model, lambda: _step_once(model, smaller)) * num_tokens // smaller
+        denoise = _step_peak(model, num_tokens, max(1, num_tokens // 8))
     return MemoryProfile(int(free + reserved - RESERVE * total), denoise, decode)
 
 
-def _peak(model: DiffusionModel, work: object) -> int:
-    assert callable(work)
+def _step_peak(model: DiffusionModel, num_tokens: int, num_measured: int) -> int:
+    """The peak of a step of ``num_tokens``, from a real one of about ``num_measured``."""
+    requests = _measured_requests(model, num_measured)
+    num_run = sum(request.num_image_tokens + request.prompt_embeds.shape[0] for request in requests)
+    return _peak(model, lambda: _step_once(model, requests)) * num_tokens // num_run
+
+
+def _peak(model: DiffusionModel, work: Callable[[], None]) -> int:
     torch.cuda.synchronize(model.device)
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
@@ -76,7 +81,7 @@ def _peak(model: DiffusionModel, work: object) -> int:
     return int(torch.cuda.max_memory_allocated(model.device)) - before
 
 
-def _step_once(model: DiffusionModel, num_tokens: int) -> None:
+def _measured_requests(model: DiffusionModel, num_tokens: int) -> list[PreparedRequest]:
     caps = model.capabilities
     prompt = model.prepare_encode(model.tokenize("measure"))
     side = caps.size_multiple * max(1, int(num_tokens**0.5) * caps.patch_pixels // caps.size_multiple)
@@ -96,6 +101,10 @@ def _step_once(model: DiffusionModel, num_tokens: int) -> None:
         sigmas, timesteps = model.prepare_timesteps(request)
         latents = model.prepare_latents(request).to(model.device).float()
         requests.append(PreparedRequest(request, prompt, None, sigmas, timesteps, latents))
+    return requests
+
+
+def _step_once(model: DiffusionModel, requests: list[PreparedRequest]) -> None:
     batch = PackedBatch.build(requests, model)
     batch.step_scheduler(model.denoise_step(batch.refresh()), model)
 

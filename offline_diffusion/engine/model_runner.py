@@ -72,7 +72,6 @@ class ModelRunner:
     def __init__(self, model: DiffusionModel) -> None:
         self.model = model
         self._batch: PackedBatch | None = None
-        self._batch_ids: tuple[str, ...] = ()
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._decoding: deque[DecodedImage] = deque()
         on_gpu = model.device.type == "cuda"
@@ -91,7 +90,7 @@ class ModelRunner:
             negative_embeds=None if negative is None else self._encode(negative),
             sigmas=sigmas,
             timesteps=timesteps,
-            latents=self.model.prepare_latents(request).to(self.model.device).float(),
+            latents=self.model.prepare_latents(request).to(self.model.device, non_blocking=True).float(),
         )
 
     def _encode(self, prompt: TokenizedPrompt) -> Tensor:
@@ -103,6 +102,10 @@ class ModelRunner:
         self._prompts.move_to_end(prompt.input_ids)
         return embeds
 
+    def drop_prompts(self) -> None:
+        """Forgets encoded prompts that no request holds."""
+        self._prompts.clear()
+
     # --- denoise -----------------------------------------------------------------------------
 
     def denoise(self, requests: Sequence[PreparedRequest]) -> int:
@@ -111,10 +114,9 @@ class ModelRunner:
         Between two calls with the same requests in the same order the pack is reused as it is.
         Nothing has changed if this raises: the step can be tried again with fewer requests.
         """
-        ids = tuple(request.request.request_id for request in requests)
-        if self._batch is None or ids != self._batch_ids:
+        if self._batch is None or self._batch.requests != list(requests):
             self.drop_batch()
-            self._batch, self._batch_ids = PackedBatch.build(list(requests), self.model), ids
+            self._batch = PackedBatch.build(list(requests), self.model)
         batch = self._batch
         noise_pred = self.model.denoise_step(batch.refresh())
         batch.step_scheduler(noise_pred, self.model)
@@ -124,7 +126,7 @@ class ModelRunner:
         """Gives the requests of the current pack their latents back and forgets the pack."""
         if self._batch is not None:
             self._batch.release()
-        self._batch, self._batch_ids = None, ()
+        self._batch = None
 
     # --- decode ------------------------------------------------------------------------------
 

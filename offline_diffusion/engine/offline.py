@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from offline_diffusion.config import EngineConfig
+from offline_diffusion.config import make_engine_config
 from offline_diffusion.engine.engine import Engine
 from offline_diffusion.models.loader import load_model
 from offline_diffusion.request import MAX_SEED, Request, RequestOutput, SamplingParams
@@ -22,11 +22,12 @@ class OfflineDiffusion:
     Raises:
         ModelError: The checkpoint cannot be loaded.
         BackendError: The device or attention backend does not work here.
-        pydantic.ValidationError: An option is unknown or its value not allowed.
+        ConfigError: An option is unknown or its value not allowed.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        config = EngineConfig(**({} if model is None else {"model": model}), **options)
+        given = options if model is None else {"model": model, **options}
+        config = make_engine_config(given, source="OfflineDiffusion")
         self.engine = Engine(load_model(config), config)
 
     def generate(

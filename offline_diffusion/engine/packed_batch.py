@@ -8,7 +8,7 @@ rotary angles use, each sequence is its text followed by its image.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -74,6 +74,7 @@ class PackedBatch:
         guided: ``[T_guided]`` int64, tokens of ``latents`` under guidance; set once.
         guidance_scale: ``[T_guided, 1]`` float32; set once.
         owner: ``[T]`` int64, request of each token; set once.
+        num_seqs: Guidance branches; set once.
     """
 
     requests: list[PreparedRequest]
@@ -84,7 +85,7 @@ class PackedBatch:
     guided: Tensor
     guidance_scale: Tensor
     owner: Tensor
-    num_seqs: int = field(default=0)
+    num_seqs: int
 
     @classmethod
     def build(cls, requests: list[PreparedRequest], model: DiffusionModel) -> PackedBatch:

@@ -8,7 +8,7 @@ request mode a wave of like requests is admitted together and runs to its end. S
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
@@ -70,8 +70,9 @@ class Scheduler:
         policy: ``fifo`` admits strictly in order; ``pack`` looks ahead and takes, of what fits,
             the most work first, so that steps are full and the tail is short. The head of the
             queue is passed at most `MAX_BYPASSED` times.
-        step_execution: False admits waves that run to their end.
-        max_wait_s: How long a wave that is not full waits for more (request mode).
+        step_execution: False admits waves that run to their end. A wave is the head of the queue
+            and those like it within `LOOK_AHEAD`, under either policy.
+        max_wait_s: How long a wave that has room for another waits for it (request mode).
     """
 
     max_num_seqs: int
@@ -98,9 +99,9 @@ class Scheduler:
                     return True
         return False
 
-    def upcoming(self, count: int) -> Iterable[ScheduledRequest]:
-        """The next ``count`` of the queue, to be prepared ahead."""
-        return islice(self.waiting, count)
+    def upcoming(self, count: int) -> list[ScheduledRequest]:
+        """The ``count`` waiting requests that are likely next, to be prepared ahead."""
+        return self._candidates()[:count]
 
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
         """Decides the next step; empty when nothing can run now."""
@@ -135,7 +136,7 @@ class Scheduler:
         room = self.max_num_batched_tokens - self._num_running_tokens()
         key = self.running[0].batch_key if self.running else None
         for entry in self._candidates():
-            if len(self.running) + len(admitted) == self.max_num_seqs:
+            if len(self.running) + len(admitted) >= self.max_num_seqs:
                 break
             alone = not self.running and not admitted
             if alone:
@@ -150,7 +151,7 @@ class Scheduler:
 
     def _candidates(self) -> list[ScheduledRequest]:
         """In the order of preference; sorting is stable, so ties keep the queue's order."""
-        if self.policy == "fifo":
+        if self.policy == "fifo" or not self.step_execution:
             return list(islice(self.waiting, self.max_num_seqs))
         window = list(islice(self.waiting, LOOK_AHEAD))
         if self._num_bypassed >= MAX_BYPASSED:
@@ -181,8 +182,8 @@ class Scheduler:
                 room -= entry.num_tokens
             if len(wave) == self.max_num_seqs:
                 break
-        is_full = len(wave) == self.max_num_seqs or self.no_more_requests
-        if not is_full and now - head.arrival < self.max_wait_s:
+        has_room = len(wave) < self.max_num_seqs and room >= min(entry.num_tokens for entry in wave)
+        if has_room and not self.no_more_requests and now - head.arrival < self.max_wait_s:
             return []
         self._take(wave)
         return wave

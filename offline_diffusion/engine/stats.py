@@ -35,9 +35,12 @@ class EngineStats:
 @dataclass(slots=True)
 class _TimedStep:
     start: torch.cuda.Event | float
-    end: torch.cuda.Event | float | None
+    end: torch.cuda.Event | float
     shares: list[tuple[RequestMetrics, int]]
     num_tokens: int
+
+    def is_finished(self) -> bool:
+        return isinstance(self.end, float) or bool(self.end.query())
 
 
 class StepTimer:
@@ -59,9 +62,12 @@ class StepTimer:
         while len(self._pending) > MAX_STEPS_IN_FLIGHT or (self._pending and not self._on_gpu):
             self._settle(self._pending.popleft())
 
-    def settle(self) -> None:
-        """Waits for all steps and books their time; called when a request leaves."""
-        while self._pending:
+    def settle_finished(self) -> None:
+        """Books the time of steps that the device is through with, waiting for none.
+
+        Called when an image has arrived, which its own steps preceded.
+        """
+        while self._pending and self._pending[0].is_finished():
             self._settle(self._pending.popleft())
 
     def _mark(self) -> torch.cuda.Event | float:

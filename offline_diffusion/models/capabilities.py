@@ -73,10 +73,20 @@ class Capabilities:
     def check_size(self, height: int, width: int) -> str | None:
         """Why this model cannot draw ``height`` × ``width`` pixels, or None when it can."""
         for name, value in (("height", height), ("width", width)):
-            if value % self.size_multiple:
+            if value < 1 or value % self.size_multiple:
                 return f"{name} must be a multiple of {self.size_multiple}, got {value}"
             if value > self.max_size:
                 return f"{name} must be at most {self.max_size}, got {value}"
+        return None
+
+    def check_request(self, request: Request) -> str | None:
+        """Why this model cannot draw ``request``, or None when it can."""
+        if (fault := self.check_size(request.height, request.width)) is not None:
+            return fault
+        if request.num_inference_steps < 1:
+            return f"num_inference_steps must be at least 1, got {request.num_inference_steps}"
+        if request.lora is not None and not self.supports_lora:
+            return f"lora is not supported for model family {self.family!r}"
         return None
 
     def resolve(self, request_id: str, prompt: str, params: SamplingParams, *, seed: int) -> Request:
@@ -85,19 +95,14 @@ class Capabilities:
         Raises:
             ValueError: The size does not fit the model, or it lacks what the parameters ask for.
         """
-        height = self.default_height if params.height is None else params.height
-        width = self.default_width if params.width is None else params.width
-        if (fault := self.check_size(height, width)) is not None:
-            raise ValueError(fault)
-        if params.lora is not None and not self.supports_lora:
-            raise ValueError(f"lora is not supported for model family {self.family!r}")
+        height, width = params.height, params.width
         steps, scale = params.num_inference_steps, params.true_cfg_scale
-        return Request(
+        request = Request(
             request_id=request_id,
             prompt=prompt,
             negative_prompt=params.negative_prompt,
-            height=height,
-            width=width,
+            height=self.default_height if height is None else height,
+            width=self.default_width if width is None else width,
             num_inference_steps=self.default_num_inference_steps if steps is None else steps,
             true_cfg_scale=self.default_true_cfg_scale if scale is None else scale,
             guidance_scale=params.guidance_scale,
@@ -105,3 +110,6 @@ class Capabilities:
             lora=params.lora,
             lora_scale=params.lora_scale,
         )
+        if (fault := self.check_request(request)) is not None:
+            raise ValueError(fault)
+        return request

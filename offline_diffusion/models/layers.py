@@ -22,7 +22,8 @@ class PackedLinear:
     whatever else is in the batch; the padding is cut off again.
 
     Args:
-        layers: Linear layers of one input, fused into one product; outputs are concatenated.
+        layers: Linear layers of one input, fused into one product; outputs are concatenated. Their
+            weights become views of the fused one, so that memory holds them once.
     """
 
     def __init__(self, *layers: nn.Linear) -> None:
@@ -31,6 +32,8 @@ class PackedLinear:
         else:
             self.weight = torch.cat([layer.weight.detach() for layer in layers])
             self.bias = torch.cat([_bias(layer) for layer in layers])
+            for layer, rows in zip(layers, self.weight.split([x.out_features for x in layers]), strict=True):
+                layer.weight.data = rows
         self.min_rows = MIN_ROWS_NARROW if self.weight.shape[0] < NARROW_COLUMNS else MIN_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Di
     """
     checkpoint = checkpoint or find_checkpoint(config.model, config.revision)
     device = resolve_device(config.device)
-    pipeline = _load_pipeline(checkpoint, resolve_dtype(config.dtype, device)).to(device)
+    pipeline = _load_pipeline(checkpoint, resolve_dtype(config.dtype, device), device)
     return model_from_pipeline(pipeline, checkpoint, device, config.attention_backend)
 
 
@@ -61,7 +61,7 @@ def model_from_pipeline(
     return cast(DiffusionModel, model_class(pipeline, checkpoint.capabilities, device, attention_backend))
 
 
-def _load_pipeline(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+def _load_pipeline(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
     import diffusers
     import transformers
 
@@ -71,6 +71,6 @@ def _load_pipeline(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     try:
         return pipeline_class.from_pretrained(
             checkpoint.source, revision=checkpoint.revision, dtype=dtype, use_safetensors=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
+        ).to(device)
+    except Exception as error:  # a damaged folder makes the libraries raise nearly anything
         raise ModelError(f"{checkpoint.source} cannot be loaded: {error}") from error

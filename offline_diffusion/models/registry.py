@@ -16,9 +16,13 @@ from typing import Any
 from offline_diffusion.config import DEFAULT_MODEL
 from offline_diffusion.errors import ModelError, UnsupportedModelError, did_you_mean
 from offline_diffusion.models.capabilities import BatchKind, Capabilities
+from offline_diffusion.request import SamplingParams
 
 ConfigReader = Callable[[str], dict[str, Any]]
 """Reads one JSON file of a checkpoint by its path inside it."""
+
+DEFAULTS_FILE = "generation_config.json"
+"""May hold a checkpoint's own defaults; absent in most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Family:
 def _qwen_image(read: ConfigReader) -> Capabilities:
     transformer, vae = read("transformer/config.json"), read("vae/config.json")
     patch_pixels = 2 ** len(vae.get("temperal_downsample", (0, 0, 0))) * 2
-    hidden = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+    hidden = transformer.get("num_attention_heads", 24) * transformer.get("attention_head_dim", 128)
     return Capabilities(
         family="qwen_image",
         pipeline="QwenImagePipeline",
@@ -56,7 +60,7 @@ def _qwen_image(read: ConfigReader) -> Capabilities:
         # positions: images from -n/2 to n/2, text after n/2, both in one table of 4096
         max_size=2 * (4096 - 512) * patch_pixels,
         patch_pixels=patch_pixels,
-        num_layers=transformer["num_layers"],
+        num_layers=transformer.get("num_layers", 60),
         hidden_size=hidden,
     )
 
@@ -104,13 +108,21 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     index = read("model_index.json")
     family = _family_of(str(index.get("_class_name")), model)
     capabilities = family.capabilities(read)
-    overrides = _optional(read, "generation_config.json")
-    capabilities = capabilities.with_defaults(
-        {key: overrides.get(key) for key in ("height", "width", "num_inference_steps", "true_cfg_scale")}
-    )
+    overrides = _optional(read, DEFAULTS_FILE)
+    capabilities = capabilities.with_defaults(_checked_defaults(overrides, model))
     identity = {"model": model, "revision": revision, "pipeline": family.pipeline}
     identity["configs"] = _digest(index, read("transformer/config.json"), read("vae/config.json"), overrides)
     return Checkpoint(source, revision, family, capabilities, identity)
+
+
+def _checked_defaults(overrides: dict[str, Any], model: str) -> dict[str, Any]:
+    names = ("height", "width", "num_inference_steps", "true_cfg_scale")
+    defaults: dict[str, Any] = {name: overrides.get(name) for name in names}
+    try:
+        SamplingParams(**defaults)
+    except ValueError as error:
+        raise ModelError(f"{model}: {DEFAULTS_FILE}: {error}") from None
+    return defaults
 
 
 def capabilities_for(model: str, revision: str | None = None) -> Capabilities:
@@ -134,48 +146,63 @@ def _family_of(pipeline: str, model: str) -> Family:
 
 def _folder_reader(folder: Path) -> ConfigReader:
     def read(name: str) -> dict[str, Any]:
-        path = folder / name
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelError(
+        if not (folder / name).exists():
+            raise _MissingFileError(
                 f"{folder} has no {name}",
                 hint="give a folder in diffusers' layout, as save_pretrained writes it",
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be read: {error}") from None
-        assert isinstance(value, dict)
-        return value
+            )
+        return _read_json(folder / name)
 
     return read
 
 
 def _hub_reader(model: str, revision: str | None) -> ConfigReader:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RemoteEntryNotFoundError,
+    )
 
     def read(name: str) -> dict[str, Any]:
         try:
             path = hf_hub_download(model, name, revision=revision)
-        except EntryNotFoundError:
-            raise ModelError(f"{model} has no {name}", hint="it must be a diffusers checkpoint") from None
+        except RemoteEntryNotFoundError:
+            raise _MissingFileError(
+                f"{model} has no {name}", hint="it must be a diffusers checkpoint"
+            ) from None
         except (HFValidationError, HfHubHTTPError, OSError) as error:
             close = did_you_mean(model, [DEFAULT_MODEL])
-            raise ModelError(
+            # Without a network, a cached checkpoint does not tell a file it lacks from one not fetched.
+            error_class = _MissingFileError if isinstance(error, LocalEntryNotFoundError) else ModelError
+            raise error_class(
                 f"model {model!r} is no folder here and cannot be had from the hub: {type(error).__name__}",
                 hint=f"did you mean {close!r}?" if close else "check the path, or the network and HF_TOKEN",
             ) from None
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-        assert isinstance(value, dict)
-        return value
+        return _read_json(Path(path))
 
     return read
+
+
+class _MissingFileError(ModelError):
+    """The checkpoint is there, the file is not."""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
 def _optional(read: ConfigReader, name: str) -> dict[str, Any]:
     try:
         return read(name)
-    except ModelError:
+    except _MissingFileError:
         return {}
 
 
