@@ -24,7 +24,7 @@ BYTES_PER_PIXEL: dict[ImageFormat, float] = {"png": 1.6, "jpeg": 0.4, "webp": 0.
 UTF8_BYTES_PER_TOKEN = 4.0
 """Rough for English, and for Chinese, where a character is three bytes."""
 
-_MAX_CACHED_SHAPES = 65_536
+_MAX_CACHED_SIZES = 65_536
 
 
 def task_shards(num_shards: int, num_tasks: int, task_index: int) -> range:
@@ -161,17 +161,28 @@ class Plan:
         return values
 
 
-class _Shape(NamedTuple):
-    """What rows of one size, step count and guidance have in common."""
+class _Size(NamedTuple):
+    """What rows that ask for one size have in common."""
 
-    width: int
-    height: int
-    num_steps: int
-    cfg_active: bool
-    guidance_off: bool
+    drawn: tuple[int, int]  # width, height
     image_tokens: int
     final_pixels: int
     fault: str | None
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Counts over the rows added so far, by the names they have in ``Plan``."""
+
+    num_rows: int = 0
+    num_good_rows: int = 0
+    num_images: int = 0
+    num_cfg_images: int = 0
+    num_guidance_off_rows: int = 0
+    image_tokens: int = 0
+    text_tokens: int = 0
+    step_tokens: int = 0
+    flops: float = 0.0
 
 
 class PlanBuilder:
@@ -200,122 +211,104 @@ class PlanBuilder:
         self._shard_size = shard_size
         self._image_format = image_format
         self._packing = PackingModel(max_num_batched_tokens, max_num_seqs)
-        self._shapes: dict[tuple[Any, ...], _Shape] = {}
-        self._default_negative_tokens = self._text_tokens(defaults.negative_prompt)
+        self._sizes: dict[tuple[int | None, int | None], _Size] = {}
         self._costs = array("d")
-        self._counts: Counter[str] = Counter()
+        self._totals = _Totals()
         self._resolutions: Counter[tuple[int, int]] = Counter()
         self._steps: Counter[int] = Counter()
         self._faults: Counter[str] = Counter()
-        self._flops = 0.0
         self._final_pixels = 0
 
     @property
     def num_rows(self) -> int:
         """Rows added so far."""
-        return self._counts["rows"]
+        return self._totals.num_rows
 
     def add(self, row: ManifestRow | RowFault) -> None:
         """Counts one row, good or faulty."""
-        self._counts["rows"] += 1
+        self._totals.num_rows += 1
         shard = row.row // self._shard_size
         while len(self._costs) <= shard:
             self._costs.append(0.0)
         if isinstance(row, RowFault):
             return
-        shape = self._shape(row.params)
-        if shape.fault is not None:
-            self._faults[shape.fault] += 1
+        size = self._size(row.params.height, row.params.width)
+        fault = size.fault or self._lora_fault(row.params)
+        if fault is not None:
+            self._faults[fault] += 1
             return
-        self._costs[shard] += self._add_images(row, shape)
+        self._costs[shard] += self._add_images(row, size)
 
-    def _add_images(self, row: ManifestRow, shape: _Shape) -> float:
-        num_images, counts = row.params.num_images_per_prompt, self._counts
-        tokens = [shape.image_tokens + self._text_tokens(row.prompt)]
-        if shape.cfg_active:
-            tokens.append(shape.image_tokens + self._negative_tokens(row.params))
+    def _add_images(self, row: ManifestRow, size: _Size) -> float:
+        params, totals, num_images = row.params, self._totals, row.params.num_images_per_prompt
+        default_steps = self._defaults.num_inference_steps or self._capabilities.default_num_inference_steps
+        num_steps = params.num_inference_steps or default_steps
+        text_tokens = self._text_tokens_of_branches(row)
+        tokens = [size.image_tokens + text for text in text_tokens]
         forward = sum(tokens)
-        flops = sum(map(self._capabilities.forward_flops, tokens)) * shape.num_steps * num_images
-        counts["good_rows"] += 1
-        counts["guidance_off"] += shape.guidance_off
-        counts["images"] += num_images
-        counts["cfg_images"] += num_images * shape.cfg_active
-        counts["image_tokens"] += shape.image_tokens * len(tokens) * num_images
-        counts["text_tokens"] += (forward - shape.image_tokens * len(tokens)) * num_images
-        counts["step_tokens"] += forward * shape.num_steps * num_images
-        self._resolutions[shape.width, shape.height] += num_images
-        self._steps[shape.num_steps] += num_images
-        self._final_pixels += shape.final_pixels * num_images
-        self._flops += flops
+        flops = sum(map(self._capabilities.forward_flops, tokens)) * num_steps * num_images
+        totals.num_good_rows += 1
+        totals.num_images += num_images
+        totals.num_cfg_images += num_images if len(tokens) > 1 else 0
+        totals.image_tokens += size.image_tokens * len(tokens) * num_images
+        totals.text_tokens += sum(text_tokens) * num_images
+        totals.step_tokens += forward * num_steps * num_images
+        totals.flops += flops
+        self._resolutions[size.drawn] += num_images
+        self._steps[num_steps] += num_images
+        self._final_pixels += size.final_pixels * num_images
         for _ in range(num_images):
-            self._packing.add(forward, shape.num_steps)
+            self._packing.add(forward, num_steps)
         return flops
 
-    def _text_tokens(self, text: str | None) -> int:
-        return 0 if text is None else min(estimate_text_tokens(text), self._capabilities.max_prompt_tokens)
-
-    def _negative_tokens(self, params: SamplingParams) -> int:
-        if params.negative_prompt is None:
-            return self._default_negative_tokens
-        return self._text_tokens(params.negative_prompt)
-
-    def _shape(self, params: SamplingParams) -> _Shape:
-        has_negative = params.negative_prompt is not None or self._defaults.negative_prompt is not None
-        key = (
-            params.height,
-            params.width,
-            params.num_inference_steps,
-            params.true_cfg_scale,
-            has_negative,
-            params.lora is not None,
-        )
-        shape = self._shapes.get(key)
-        if shape is None:
-            if len(self._shapes) >= _MAX_CACHED_SHAPES:
-                self._shapes.clear()
-            shape = self._shapes[key] = self._resolve(params, has_negative)
-        return shape
-
-    def _resolve(self, params: SamplingParams, has_negative: bool) -> _Shape:
-        defaults, capabilities = self._defaults, self._capabilities
-        height = params.height or defaults.height or capabilities.default_height
-        width = params.width or defaults.width or capabilities.default_width
-        steps = params.num_inference_steps or defaults.num_inference_steps
+    def _text_tokens_of_branches(self, row: ManifestRow) -> list[int]:
+        """Of the prompt and, where guidance is on, of the negative prompt."""
+        params, defaults, limit = row.params, self._defaults, self._capabilities.max_prompt_tokens
+        tokens = [min(estimate_text_tokens(row.prompt), limit)]
+        negative = defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt
         asked = defaults.true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale
-        scale = capabilities.default_true_cfg_scale if asked is None else asked
+        scale = self._capabilities.default_true_cfg_scale if asked is None else asked
+        if scale > 1 and negative is not None:
+            tokens.append(min(estimate_text_tokens(negative), limit))
+        elif asked is not None and asked > 1:
+            self._totals.num_guidance_off_rows += 1
+        return tokens
+
+    def _lora_fault(self, params: SamplingParams) -> str | None:
+        if params.lora is None or self._capabilities.supports_lora:
+            return None
+        return f"lora is not supported for model family {self._capabilities.family!r}"
+
+    def _size(self, height: int | None, width: int | None) -> _Size:
+        key = height, width
+        size = self._sizes.get(key)
+        if size is None:
+            if len(self._sizes) >= _MAX_CACHED_SIZES:
+                self._sizes.clear()
+            size = self._sizes[key] = self._resolve_size(height, width)
+        return size
+
+    def _resolve_size(self, height: int | None, width: int | None) -> _Size:
+        defaults, capabilities = self._defaults, self._capabilities
+        height = height or defaults.height or capabilities.default_height
+        width = width or defaults.width or capabilities.default_width
         drawn = fit_size(height, width, capabilities.size_multiple, defaults.on_bad_size)
         final = (height, width) if defaults.on_bad_size == "crop" else drawn
-        fault = capabilities.check_size(*drawn)
-        if fault is None and params.lora is not None and not capabilities.supports_lora:
-            fault = f"lora is not supported for model family {capabilities.family!r}"
-        return _Shape(
-            width=drawn[1],
-            height=drawn[0],
-            num_steps=steps or capabilities.default_num_inference_steps,
-            cfg_active=scale > 1 and has_negative,
-            guidance_off=asked is not None and asked > 1 and not has_negative,
+        return _Size(
+            drawn=(drawn[1], drawn[0]),
             image_tokens=capabilities.num_image_tokens(*drawn),
             final_pixels=final[0] * final[1],
-            fault=fault,
+            fault=capabilities.check_size(*drawn),
         )
 
     def finish(self, num_tasks: int = 1) -> Plan:
         """The plan over the rows added so far, for ``num_tasks`` tasks."""
-        counts = self._counts
         balanced = assign_shards(self._costs, num_tasks)
         return Plan(
-            num_rows=counts["rows"],
-            num_good_rows=counts["good_rows"],
-            num_images=counts["images"],
-            num_cfg_images=counts["cfg_images"],
-            num_guidance_off_rows=counts["guidance_off"],
+            **asdict(self._totals),
             resolutions=dict(sorted(self._resolutions.items(), key=lambda item: (-item[1], item[0]))),
             inference_steps=dict(sorted(self._steps.items())),
             faults=dict(self._faults.most_common()),
-            image_tokens=counts["image_tokens"],
-            text_tokens=counts["text_tokens"],
-            step_tokens=counts["step_tokens"],
-            flops=self._flops,
             num_steps=self._packing.num_steps,
             step_fill=self._packing.step_fill,
             output_bytes=round(self._final_pixels * BYTES_PER_PIXEL[self._image_format]),
