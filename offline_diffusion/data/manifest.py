@@ -1,0 +1,283 @@
+"""A manifest: one or more sources, read as one numbered stream of rows and faults."""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from offline_diffusion.data.columns import (
+    ColumnPlan,
+    RowBuilder,
+    check_column_map,
+    flatten_openai_line,
+    flatten_openai_schema,
+    is_openai_line,
+)
+from offline_diffusion.data.readers.base import BrokenRecord, DamagedError, Reader, Record, RowCursor, Stamp
+from offline_diffusion.data.rows import ManifestRow, RowFault
+from offline_diffusion.data.sources import SourceExpander
+from offline_diffusion.errors import ManifestError, did_you_mean
+
+NUM_SAMPLE_ROWS = 200
+NO_LIMIT = 2**63 - 1
+
+DUPLICATE_REASON = "an earlier row has the same id"
+
+_READ_ERRORS = (DamagedError, OSError, EOFError, pa.ArrowException, lzma.LZMAError)
+"""What a file that breaks off or is damaged midway raises."""
+
+
+class Manifest:
+    """The rows of all sources in order, numbered from 0 over all of them, faulty rows included.
+
+    Args:
+        sources: As the user named them.
+        files: A reader for every file.
+        builder: Makes rows of records.
+        column_map: Name in the files to ours.
+        limit: Rows after so many are not there.
+        notes: Lines to show the user once: what columns are read as, what was left out. Rows that
+            bring new columns may add more while they are read.
+    """
+
+    def __init__(
+        self,
+        sources: tuple[str, ...],
+        files: tuple[Reader, ...],
+        builder: RowBuilder,
+        *,
+        column_map: Mapping[str, str],
+        limit: int | None,
+        notes: list[str],
+    ) -> None:
+        self.sources = sources
+        self.files = files
+        self.column_map = dict(column_map)
+        self.limit = limit
+        self.notes = notes
+        self._builder = builder
+        self._digests: dict[int, tuple[Stamp, str]] = {}
+
+    def read(
+        self, ranges: Iterable[range] | None = None, *, duplicates: Container[int] = ()
+    ) -> Iterator[ManifestRow | RowFault]:
+        """Reads the files once and yields one item per row: the row, or its first fault.
+
+        Args:
+            ranges: Sorted, disjoint ranges of row numbers; None for all. Other rows are passed over
+                without being parsed, and reading ends after the last range.
+            duplicates: Numbers of rows whose id an earlier row has: these are faults.
+
+        Raises:
+            ManifestError: A file cannot be read to its end.
+            ValueError: The ranges are not sorted or not disjoint.
+        """
+        for item in self.check(ranges):
+            if isinstance(item, tuple):
+                yield item[0]
+            elif item.row in duplicates:
+                yield duplicate_fault(item)
+            else:
+                yield item
+
+    def check(self, ranges: Iterable[range] | None = None) -> Iterator[ManifestRow | tuple[RowFault, ...]]:
+        """As ``read``, but a faulty row gives all of its faults, and ids are not compared."""
+        limit = NO_LIMIT if self.limit is None else self.limit
+        wanted = [range(limit)] if ranges is None else [range(r.start, min(r.stop, limit)) for r in ranges]
+        cursor = RowCursor(wanted)
+        first_row = 0
+        for file in self.files:
+            if cursor.done:
+                return
+            first_row += yield from self._check_file(file, first_row, cursor)
+
+    def _check_file(
+        self, file: Reader, first_row: int, cursor: RowCursor
+    ) -> Generator[ManifestRow | tuple[RowFault, ...], None, int]:
+        records = file.records(first_row, cursor)
+        build, name, row = self._builder.build, file.name, first_row
+        try:
+            while True:
+                try:
+                    record = next(records)
+                except StopIteration as end:
+                    return int(end.value)
+                except _READ_ERRORS as error:
+                    raise ManifestError(
+                        f"{name}: cannot be read beyond about row {row - first_row} of it: {error}",
+                        hint="is the file cut off or damaged?",
+                    ) from None
+                row = record.row + 1
+                yield build(name, record)
+        finally:
+            records.close()
+
+    def plan(self, file: Reader) -> ColumnPlan | None:
+        """What the columns of a file are read as; None where every row has its own."""
+        schema = file.schema
+        return None if schema is None else self._builder.plan(tuple(flatten_openai_schema(schema).names))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells this manifest from others, for JSON: files with size, time and digest, map, limit."""
+        files = []
+        for index, file in enumerate(self.files):
+            stamp = file.stamp()
+            entry = {"name": file.name, "size": stamp.size, "mtime_ns": stamp.mtime_ns}
+            files.append(entry | {"digest": self._digest(index, stamp)})
+        return {"files": files, "column_map": self.column_map, "limit": self.limit}
+
+    def has_content(self, index: int, before: Mapping[str, Any]) -> bool:
+        """Whether file ``index`` holds what it held when ``before``, its part of a fingerprint, was made."""
+        stamp = self.files[index].stamp()
+        is_known = before["name"] == self.files[index].name and None not in stamp
+        if is_known and stamp == (before["size"], before["mtime_ns"]):
+            return True
+        return stamp.size == before["size"] and self._digest(index, stamp) == str(before["digest"])
+
+    def _digest(self, index: int, stamp: Stamp) -> str:
+        known = self._digests.get(index)
+        if known is None or known[0] != stamp:
+            known = self._digests[index] = (stamp, self.files[index].digest())
+        return known[1]
+
+
+def duplicate_fault(row: ManifestRow) -> RowFault:
+    """The fault of a row whose id an earlier row has."""
+    place = (row.row, row.id, row.file, row.line)
+    return RowFault(*place, "id", row.id, DUPLICATE_REASON, row.content_hash)
+
+
+def open_manifest(
+    sources: Sequence[str], *, column_map: Mapping[str, str] | None = None, limit: int | None = None
+) -> Manifest:
+    """Opens a manifest and looks into every file, without reading it whole.
+
+    Args:
+        sources: Files, folders, globs, URLs, ``hf://datasets/…``, or ``-`` for standard input.
+        column_map: Name in the files to ours (``--map theirs=ours``).
+        limit: Take only so many rows.
+
+    Raises:
+        ManifestError: A source is not there, is empty, cannot be read, or has no prompt column.
+    """
+    column_map = column_map or {}
+    check_column_map(column_map)
+    if sources.count("-") > 1:
+        raise ManifestError("standard input can be named only once")
+    notes: list[str] = []
+    builder = RowBuilder(column_map, notes)
+    prompt_columns = tuple(theirs for theirs, ours in column_map.items() if ours == "prompt")
+    expander = SourceExpander(prompt_columns, notes)
+    files = tuple(file for source in sources for file in expander.readers(source))
+    if not files:
+        raise ManifestError("no manifest is named")
+    manifest = Manifest(tuple(sources), files, builder, column_map=column_map, limit=limit, notes=notes)
+    columns = [_check_columns(manifest, file, builder) for file in files]
+    _check_mapped(column_map, columns, files)
+    return manifest
+
+
+def _check_columns(manifest: Manifest, file: Reader, builder: RowBuilder) -> set[str]:
+    """Checks that a file has rows and a prompt column; returns the columns of its first rows.
+
+    Raises:
+        ManifestError: It has none.
+    """
+    sample = _sample(file)
+    if not sample:
+        raise ManifestError(f"{file.name}: holds no rows")
+    rows = [record.values for record in sample if not isinstance(record.values, BrokenRecord)]
+    plan = manifest.plan(file)
+    if plan is None:
+        if not rows:
+            raise _nothing_readable(file.name, sample[0])
+        shapes = list(dict.fromkeys(tuple(_flat(row)) for row in rows))
+        plans = [builder.plan(shape) for shape in shapes]
+    else:
+        shapes, plans = [tuple(flatten_openai_schema(file.schema).names)], [plan]
+    columns = dict.fromkeys(column for shape in shapes for column in shape)
+    if all(plan.prompt is None for plan in plans):
+        raise _no_prompt_column(file.name, list(columns))
+    return set(columns)
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    body = row["body"] if is_openai_line(row) else None
+    return flatten_openai_line(row, body) if isinstance(body, dict) else row
+
+
+def _sample(file: Reader) -> list[Record]:
+    records = file.records(0, RowCursor([range(NUM_SAMPLE_ROWS)]))
+    try:
+        return list(islice(records, NUM_SAMPLE_ROWS))
+    except _READ_ERRORS as error:
+        raise ManifestError(f"{file.name}: cannot be read: {error}") from None
+    finally:
+        records.close()
+
+
+def _nothing_readable(name: str, first: Record) -> ManifestError:
+    reason = first.values.reason if isinstance(first.values, BrokenRecord) else ""
+    return ManifestError(
+        f"{name}: none of its first rows can be read; line {first.line} {reason}",
+        hint='a row is a JSON object, such as {"prompt": "a cup of coffee"}',
+    )
+
+
+def _no_prompt_column(name: str, columns: list[str]) -> ManifestError:
+    shown = ", ".join(columns[:20]) + (", …" if len(columns) > 20 else "")
+    close = next((c for c in columns if did_you_mean(c, ("prompt", "prompts", "caption", "text"))), None)
+    close = close or next((c for c in columns if "prompt" in c.lower() or "caption" in c.lower()), None)
+    theirs = close or (columns[0] if columns else "column")
+    return ManifestError(
+        f"{name}: has no prompt column; its columns are: {shown}",
+        hint=f"{'did you mean' if close else 'name it with'} --map {theirs}=prompt{'?' if close else ''}",
+    )
+
+
+def _check_mapped(
+    column_map: Mapping[str, str], columns: Sequence[set[str]], files: Sequence[Reader]
+) -> None:
+    """Checks that every mapped column is in some file.
+
+    Raises:
+        ManifestError: It is in none, and no file could have it further down.
+    """
+    seen = set().union(*columns)
+    for theirs, ours in column_map.items():
+        if theirs not in seen and all(file.schema is not None for file in files):
+            close = did_you_mean(theirs, seen)
+            raise ManifestError(
+                f"--map {theirs}={ours}: no file has a column {theirs!r}",
+                hint=f"did you mean {close}?" if close else f"there are: {', '.join(sorted(seen)[:20])}",
+            )
+
+
+def same_manifest(old: Mapping[str, Any], manifest: Manifest) -> list[str]:
+    """How ``manifest`` differs from the one with the fingerprint ``old``; empty when it is the same.
+
+    A file whose name, size and time of change are as before is not read again; a file that was only
+    touched or moved is the same.
+
+    Args:
+        old: From ``Manifest.fingerprint``.
+        manifest: The manifest now.
+
+    Raises:
+        ManifestError: A file is gone.
+    """
+    differences = []
+    if len(old["files"]) != len(manifest.files):
+        differences.append(f"it had {len(old['files'])} files, now {len(manifest.files)}")
+    for before, (index, file) in zip(old["files"], enumerate(manifest.files), strict=False):
+        if not manifest.has_content(index, before):
+            moved = "" if before["name"] == file.name else f" (it was {before['name']})"
+            differences.append(f"{file.name}{moved}: its content has changed")
+    for name, now in (("column_map", manifest.column_map), ("limit", manifest.limit)):
+        if old[name] != now:
+            differences.append(f"{name} was {old[name]}, now {now}")
+    return differences

@@ -1,0 +1,174 @@
+"""CSV and TSV: every cell is text, an empty cell is null."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from offline_diffusion.data.readers.base import BrokenRecord, Record, Records, RowCursor, broken
+from offline_diffusion.data.readers.files import MAX_LINE_BYTES, ByteStream, iter_lines
+from offline_diffusion.data.readers.lines import TOO_LONG, FileReader
+from offline_diffusion.data.values import show
+from offline_diffusion.errors import ManifestError
+
+MAX_LINES_A_RECORD = 1000
+"""A quote that is not closed within so many lines is a stray quote, not a long cell."""
+
+DELIMITERS = {"\t": "tab", ",": "comma", ";": "semicolon", "|": "bar"}
+
+
+@dataclass(frozen=True)
+class DelimitedReader(FileReader):
+    """A header line, then a row a line; a quoted cell may hold line breaks."""
+
+    delimiter: str
+    header: tuple[str, ...]
+
+    @property
+    def schema(self) -> pa.Schema | None:
+        return pa.schema([(column, pa.string()) for column in self.header])
+
+    def records(self, first_row: int, cursor: RowCursor) -> Records:
+        row = first_row
+        with self.file.open_decompressed() as stream:
+            cells_by_line = split_records(stream, self.delimiter)
+            next(cells_by_line, None)  # the header
+            for number, cells in cells_by_line:
+                if cursor.wants(row):
+                    yield Record(row, number, self._row(cells))
+                elif cursor.done:
+                    break
+                row += 1
+        return row - first_row
+
+    def _row(self, cells: list[str] | BrokenRecord) -> dict[str, Any] | BrokenRecord:
+        if isinstance(cells, BrokenRecord):
+            return cells
+        if len(cells) != len(self.header):
+            raw = self.delimiter.join(cells).encode("utf-8", "surrogateescape")
+            return broken(f"has {len(cells)} cells where the header has {len(self.header)}", raw)
+        return {column: cell or None for column, cell in zip(self.header, cells, strict=True)}
+
+
+def read_header(name: str, head: bytes, delimiter: str) -> tuple[str, ...]:
+    """The column names in the first line of ``head``; nameless columns become ``column_<n>``.
+
+    Raises:
+        ManifestError: There is no such line, or a name occurs twice.
+    """
+    stream = io.BufferedReader(io.BytesIO(head))
+    _, cells = next(split_records(stream, delimiter), (0, broken("has no header line", b"")))
+    if isinstance(cells, BrokenRecord):
+        raise ManifestError(f"{name}: the header {cells.reason}")
+    header = tuple(cell.strip() or f"column_{index + 1}" for index, cell in enumerate(cells))
+    require_unique(name, header)
+    return header
+
+
+def require_unique(name: str, columns: tuple[str, ...]) -> None:
+    """Checks that no column occurs twice.
+
+    Raises:
+        ManifestError: One does.
+    """
+    for index, column in enumerate(columns):
+        if column in columns[:index]:
+            raise ManifestError(
+                f"{name}: column {show(column)!r} occurs twice", hint="give one of them another name"
+            )
+
+
+def split_records(stream: ByteStream, delimiter: str) -> Iterator[tuple[int, list[str] | BrokenRecord]]:
+    """The number of the first line and the cells of each record; blank lines are none."""
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
+    lines = _Lookahead(iter_lines(stream))
+    for number, line in lines:
+        if not line or (line.isspace() and delimiter not in line.decode("latin-1")):
+            continue
+        if len(line) > MAX_LINE_BYTES:
+            yield number, broken(TOO_LONG, line)
+        elif b'"' not in line:
+            yield number, _checked(line, line.decode("utf-8", "surrogateescape").split(delimiter))
+        else:
+            yield number, _quoted(line, lines, delimiter)
+
+
+class _Lookahead:
+    """Lines of which some can be looked at before they are taken."""
+
+    def __init__(self, lines: Iterator[tuple[int, bytes]]) -> None:
+        self._lines = lines
+        self._ahead: deque[tuple[int, bytes]] = deque()
+
+    def __iter__(self) -> _Lookahead:
+        return self
+
+    def __next__(self) -> tuple[int, bytes]:
+        return self._ahead.popleft() if self._ahead else next(self._lines)
+
+    def ahead(self) -> Iterator[bytes]:
+        """The lines to come, from the next."""
+        for index in range(MAX_LINES_A_RECORD):
+            if index == len(self._ahead):
+                line = next(self._lines, None)
+                if line is None:
+                    return
+                self._ahead.append(line)
+            yield self._ahead[index][1]
+
+    def take(self, count: int) -> None:
+        for _ in range(count):
+            self._ahead.popleft()
+
+
+def _quoted(line: bytes, lines: _Lookahead, delimiter: str) -> list[str] | BrokenRecord:
+    """The cells of a record that starts with ``line`` and may go on in the next lines."""
+    raw, taken = line, 0
+    try:
+        cells = _parse(raw, delimiter)
+        if cells is None:
+            for taken, more in enumerate(lines.ahead(), start=1):
+                raw += b"\n" + more
+                if len(raw) > MAX_LINE_BYTES:
+                    break
+                # Only a line with a quote can close the open one.
+                if b'"' in more and (cells := _parse(raw, delimiter)) is not None:
+                    lines.take(taken)
+                    return _checked(raw, cells)
+    except csv.Error:
+        cells = None
+    if cells is not None:
+        return _checked(line, cells)
+    if delimiter == "\t":
+        # Many TSV files are written without quoting; there a quote is a character like any other.
+        return _checked(line, line.decode("utf-8", "surrogateescape").split(delimiter))
+    return broken("has a quote that is not closed, or text after a closing quote", line)
+
+
+def _parse(raw: bytes, delimiter: str) -> list[str] | None:
+    """The cells of ``raw``, or None when a quote is still open.
+
+    Raises:
+        csv.Error: Something follows a closing quote.
+    """
+    text = raw.decode("utf-8", "surrogateescape")
+    try:
+        return next(csv.reader([text], delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        if "unexpected end of data" in str(error):
+            return None
+        raise
+
+
+def _checked(raw: bytes, cells: list[str]) -> list[str] | BrokenRecord:
+    try:
+        "".join(cells).encode("utf-8")
+    except UnicodeEncodeError:
+        return broken("is not UTF-8", raw)
+    return cells

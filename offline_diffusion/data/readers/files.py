@@ -1,0 +1,171 @@
+"""Bytes of manifest files, wherever they lie and however they are compressed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, cast
+
+import fsspec
+import fsspec.implementations.local
+import pyarrow as pa
+
+from offline_diffusion.data.readers.base import Stamp
+from offline_diffusion.errors import ManifestError
+
+ByteStream: TypeAlias = "io.BufferedReader[Any]"
+
+HEAD_BYTES = 256 * 1024
+MAX_LINE_BYTES = 16 * 2**20
+BUFFER_BYTES = 2**20
+BOM = b"\xef\xbb\xbf"
+
+_CODECS = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bz2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+_SKIPPABLE_ZSTD = b"\x2a\x4d\x18"
+"""Bytes 2 to 4 of the skippable frame that pzstd puts first."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file on any file system that fsspec knows.
+
+    Args:
+        name: As the user gave or globbed it.
+        fs: Its file system.
+        path: Its path there.
+        keep_alive: Something that must live as long as the file, such as a temporary file.
+    """
+
+    name: str
+    fs: fsspec.AbstractFileSystem
+    path: str
+    keep_alive: Any = None
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.fs, fsspec.implementations.local.LocalFileSystem)
+
+    def open(self) -> BinaryIO:
+        """The raw bytes.
+
+        Raises:
+            ManifestError: It cannot be opened.
+        """
+        try:
+            if self.is_local:
+                return Path(self.path).open("rb")
+            return cast(BinaryIO, self.fs.open(self.path, "rb"))
+        except Exception as error:  # each file system has errors of its own
+            raise ManifestError(f"{self.name}: cannot be opened: {error}") from None
+
+    def open_decompressed(self) -> ByteStream:
+        """The bytes with every layer of compression taken off, detected by content.
+
+        Raises:
+            ManifestError: It cannot be opened, or this installation lacks the codec.
+        """
+        stream: ByteStream = io.BufferedReader(cast(io.RawIOBase, self.open()), BUFFER_BYTES)
+        while (codec := detect_codec(stream.peek(8)[:8])) is not None:
+            stream = io.BufferedReader(_decompress(stream, codec, self.name), BUFFER_BYTES)
+        return stream
+
+    def head(self) -> bytes:
+        """Up to the first 256 KiB, decompressed.
+
+        Raises:
+            ManifestError: They cannot be read.
+        """
+        with self.open_decompressed() as stream:
+            try:
+                return stream.read(HEAD_BYTES)
+            except (OSError, EOFError, ValueError) as error:
+                raise ManifestError(f"{self.name}: cannot be read: {error}") from None
+
+    def stamp(self) -> Stamp:
+        """Size in bytes and time of change.
+
+        Raises:
+            ManifestError: The file is gone.
+        """
+        try:
+            if self.is_local:
+                status = os.stat(self.path)
+                return Stamp(status.st_size, status.st_mtime_ns)
+            return Stamp(self.fs.info(self.path).get("size"), self._modified())
+        except Exception as error:
+            raise ManifestError(f"{self.name}: cannot be read: {error}") from None
+
+    def _modified(self) -> int | None:
+        try:
+            return int(self.fs.modified(self.path).timestamp() * 1e9)
+        except NotImplementedError:
+            return None
+
+    def digest(self) -> str:
+        """BLAKE2b over the bytes as stored."""
+        with self.open() as stream:
+            return digest_of(iter(lambda: stream.read(BUFFER_BYTES), b""))
+
+
+def digest_of(chunks: Iterator[bytes]) -> str:
+    """BLAKE2b (32 hex digits) over the concatenation of ``chunks``."""
+    digest = hashlib.blake2b(digest_size=16)
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def detect_codec(magic: bytes) -> str | None:
+    """The name of the compression whose files start with ``magic``."""
+    if magic[1:4] == _SKIPPABLE_ZSTD and 0x50 <= magic[0] <= 0x5F:
+        return "zstd"
+    return next((codec for start, codec in _CODECS.items() if magic.startswith(start)), None)
+
+
+def _decompress(stream: ByteStream, codec: str, name: str) -> io.RawIOBase:
+    # Arrow's streams, unlike Python's own for zstd, take several frames and tell when one is cut off.
+    if codec != "xz":
+        if not pa.Codec.is_available(codec):
+            raise missing_codec(name, codec, "pip install --force-reinstall pyarrow")
+        return cast(io.RawIOBase, pa.CompressedInputStream(pa.PythonFile(stream, "r"), codec))
+    try:
+        lzma = importlib.import_module("lzma")
+    except ImportError:
+        raise missing_codec(name, codec, "install a Python built with liblzma") from None
+    return cast(io.RawIOBase, lzma.LZMAFile(stream))
+
+
+def missing_codec(name: str, codec: str, how_to_install: str) -> ManifestError:
+    """The error for a file whose compression this installation cannot read."""
+    return ManifestError(f"{name}: is compressed with {codec}, which is not available", hint=how_to_install)
+
+
+def iter_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
+    """Line numbers from 1 and lines without their ending (LF or CRLF); a BOM is dropped.
+
+    A line over ``MAX_LINE_BYTES`` comes cut to that length and one more byte.
+    """
+    if stream.peek(3)[:3] == BOM:
+        stream.read(3)
+    number = 0
+    read: Callable[[], bytes] = lambda: stream.readline(MAX_LINE_BYTES + 1)  # noqa: E731
+    for line in iter(read, b""):
+        number += 1
+        if line.endswith(b"\n"):
+            yield number, line[:-2] if line.endswith(b"\r\n") else line[:-1]
+            continue
+        yield number, line
+        rest = line
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = read()

@@ -1,0 +1,130 @@
+"""Files with a row a line: JSONL and plain prompts; and folders with a prompt a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from offline_diffusion.data.readers.base import BrokenRecord, Record, Records, RowCursor, Stamp, broken
+from offline_diffusion.data.readers.files import BOM, MAX_LINE_BYTES, DataFile, digest_of, iter_lines
+from offline_diffusion.data.readers.json_text import decode_json, object_record
+from offline_diffusion.data.values import MAX_PROMPT_BYTES
+
+PROMPT_SCHEMA = pa.schema([("prompt", pa.string())])
+
+TOO_LONG = f"is over {MAX_LINE_BYTES} bytes long"
+
+
+@dataclass(frozen=True)
+class FileReader:
+    """What all readers of one file share."""
+
+    file: DataFile
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @property
+    def schema(self) -> pa.Schema | None:
+        return None
+
+    def stamp(self) -> Stamp:
+        return self.file.stamp()
+
+    def digest(self) -> str:
+        return self.file.digest()
+
+
+class JsonLinesReader(FileReader):
+    """One JSON object a line; blank lines are no rows."""
+
+    def records(self, first_row: int, cursor: RowCursor) -> Records:
+        row = first_row
+        with self.file.open_decompressed() as stream:
+            for number, line in iter_lines(stream):
+                if not line or line.isspace():
+                    continue
+                if cursor.wants(row):
+                    yield Record(row, number, _json_row(line))
+                elif cursor.done:
+                    break
+                row += 1
+        return row - first_row
+
+
+def _json_row(line: bytes) -> dict[str, Any] | BrokenRecord:
+    if len(line) > MAX_LINE_BYTES:
+        return broken(TOO_LONG, line)
+    return object_record(decode_json(line), line)
+
+
+class PromptLinesReader(FileReader):
+    """One prompt a line; blank lines are no rows."""
+
+    @property
+    def schema(self) -> pa.Schema | None:
+        return PROMPT_SCHEMA
+
+    def records(self, first_row: int, cursor: RowCursor) -> Records:
+        row = first_row
+        with self.file.open_decompressed() as stream:
+            for number, line in iter_lines(stream):
+                if not line or line.isspace():
+                    continue
+                if cursor.wants(row):
+                    yield Record(row, number, prompt_record(line))
+                elif cursor.done:
+                    break
+                row += 1
+        return row - first_row
+
+
+def prompt_record(raw: bytes) -> dict[str, Any] | BrokenRecord:
+    """A row of nothing but a prompt."""
+    try:
+        return {"prompt": raw.decode("utf-8")}
+    except UnicodeDecodeError as error:
+        return broken(f"is not UTF-8 (byte {error.start + 1}: {raw[error.start]:#04x})", raw, "prompt")
+
+
+@dataclass(frozen=True)
+class PromptFolderReader:
+    """A folder with a prompt a file; a row's id is the file's path in the folder without its suffix."""
+
+    name: str
+    files: tuple[tuple[str, DataFile], ...]
+
+    @property
+    def schema(self) -> pa.Schema | None:
+        return PROMPT_SCHEMA
+
+    def records(self, first_row: int, cursor: RowCursor) -> Records:
+        for index, (stem, file) in enumerate(self.files):
+            if cursor.wants(first_row + index):
+                yield Record(first_row + index, 1, self._row(stem, file), file.name)
+            elif cursor.done:
+                break
+        return len(self.files)
+
+    def _row(self, stem: str, file: DataFile) -> dict[str, Any] | BrokenRecord:
+        with file.open() as stream:
+            # A few bytes more for a BOM and the line ending; what is still longer is a fault of the row.
+            raw = stream.read(MAX_PROMPT_BYTES + 8)
+        record = prompt_record(raw.removeprefix(BOM).removesuffix(b"\n").removesuffix(b"\r"))
+        return record if isinstance(record, BrokenRecord) else {"id": stem, **record}
+
+    def stamp(self) -> Stamp:
+        # No time of change: it would not tell that a file was renamed, and names are ids.
+        return Stamp(sum(file.stamp().size or 0 for _, file in self.files), None)
+
+    def digest(self) -> str:
+        return digest_of(part for stem, file in self.files for part in _named_content(stem, file))
+
+
+def _named_content(stem: str, file: DataFile) -> tuple[bytes, bytes]:
+    with file.open() as stream:
+        content = stream.read()
+    return f"{stem}\0{len(content)}\0".encode("utf-8", "surrogateescape"), content

@@ -1,0 +1,238 @@
+"""One pass over a whole manifest: how many rows and images, which ids repeat, what is carried."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import os
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+
+from offline_diffusion.data.carried import CarriedTypes
+from offline_diffusion.data.columns import flatten_openai_schema
+from offline_diffusion.data.manifest import Manifest
+from offline_diffusion.data.readers.arrow import huggingface_features
+from offline_diffusion.data.rows import ManifestRow, RowFault
+from offline_diffusion.errors import ManifestError
+
+INDEX_FILE = "manifest-index.json"
+DUPLICATES_FILE = "manifest-duplicates.npy"
+INDEX_VERSION = 1
+
+_NO_ID = -1
+"""Python never returns this as a hash."""
+
+
+class RowSet(Sequence[int]):
+    """Sorted row numbers, 8 bytes each, with a fast ``in``."""
+
+    def __init__(self, rows: Iterable[int] = ()) -> None:
+        self._rows = array("q", rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> RowSet: ...
+    def __getitem__(self, index: int | slice) -> int | RowSet:
+        return RowSet(self._rows[index]) if isinstance(index, slice) else self._rows[index]
+
+    def __contains__(self, row: object) -> bool:
+        if not self._rows or not isinstance(row, int):
+            return False
+        index = bisect_left(self._rows, row)
+        return index < len(self._rows) and self._rows[index] == row
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowSet) and self._rows == other._rows
+
+    __hash__ = None  # type: ignore[assignment]  # as every mutable-sized sequence
+
+    def __repr__(self) -> str:
+        return f"RowSet({list(self._rows[:20])}{'…' if len(self) > 20 else ''})"
+
+    def to_numpy(self) -> np.ndarray:
+        """The numbers as int64 ``[n]``."""
+        return np.array(self._rows, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class ManifestIndex:
+    """What a scan finds out.
+
+    Args:
+        num_rows: All rows, faulty ones included.
+        num_faults: Rows that are faulty or repeat an id.
+        num_images: Images that the good rows ask for.
+        carried_schema: A field for each carried column; see ``carried.carried_array``. A field of a
+            ``datasets`` feature such as Image keeps it as JSON under ``huggingface`` in its metadata.
+        duplicates: Rows whose id an earlier good row has; for ``Manifest.read``.
+        fingerprint: Of the manifest, see ``Manifest.fingerprint``.
+    """
+
+    num_rows: int
+    num_faults: int
+    num_images: int
+    carried_schema: pa.Schema
+    duplicates: RowSet
+    fingerprint: dict[str, Any]
+
+    def save(self, folder: Path) -> None:
+        """Writes the index into ``folder``, each file at once or not at all.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        np.save(buffer, self.duplicates.to_numpy(), allow_pickle=False)
+        content = {
+            "version": INDEX_VERSION,
+            "num_rows": self.num_rows,
+            "num_faults": self.num_faults,
+            "num_images": self.num_images,
+            "carried_schema": base64.b64encode(self.carried_schema.serialize()).decode("ascii"),
+            "duplicates_digest": _digest(buffer.getvalue()),
+            "fingerprint": self.fingerprint,
+        }
+        _write_at_once(folder / DUPLICATES_FILE, buffer.getvalue())
+        _write_at_once(folder / INDEX_FILE, json.dumps(content, indent=1).encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> ManifestIndex | None:
+        """The index in ``folder``; None when there is none, or none that this version can use."""
+        try:
+            content = json.loads((folder / INDEX_FILE).read_bytes())
+            duplicates = (folder / DUPLICATES_FILE).read_bytes()
+            if content["version"] != INDEX_VERSION or content["duplicates_digest"] != _digest(duplicates):
+                return None
+            schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["carried_schema"])))
+            rows = np.load(io.BytesIO(duplicates), allow_pickle=False)
+            counts = (content["num_rows"], content["num_faults"], content["num_images"])
+            return cls(*counts, schema, RowSet(rows.tolist()), content["fingerprint"])
+        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
+            return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _write_at_once(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+class IdTable:
+    """Finds rows whose id an earlier good row has, in 8 bytes a row.
+
+    Rows must be added in order, faulty ones with ``None``.
+    """
+
+    def __init__(self) -> None:
+        # Python's own hash is kept beside the string and differs in every process; no more is needed.
+        self._hashes = array("q")
+
+    def add(self, row_id: str | None) -> None:
+        self._hashes.append(_NO_ID if row_id is None else hash(row_id))
+
+    def duplicates(self, manifest: Manifest) -> Iterator[ManifestRow]:
+        """The rows that repeat an id, in order; candidates are read once more to compare the ids."""
+        ranges = [range(row, row + 1) for row in self._candidates().tolist()]
+        seen = set()
+        for row in manifest.read(ranges) if ranges else ():
+            if not isinstance(row, ManifestRow):
+                continue
+            if row.id in seen:
+                yield row
+            seen.add(row.id)
+
+    def _candidates(self) -> np.ndarray:
+        """Rows that share their hash with another: int64 ``[n]``, sorted."""
+        hashes = np.frombuffer(self._hashes, dtype=np.int64) if self._hashes else np.zeros(0, np.int64)
+        order = np.argsort(hashes, kind="stable")
+        ordered = hashes[order]
+        same = (ordered[1:] == ordered[:-1]) & (ordered[1:] != _NO_ID)
+        return np.union1d(order[1:][same], order[:-1][same])
+
+
+def scan(
+    manifest: Manifest, *, on_row: Callable[[ManifestRow | RowFault], None] | None = None
+) -> ManifestIndex:
+    """Reads the whole manifest once, in flat memory: 8 bytes a row and one row at a time.
+
+    Rows that repeat an id are read a second time.
+
+    Args:
+        manifest: What to read.
+        on_row: Called with each row in order; does not know of duplicates yet.
+
+    Raises:
+        ManifestError: A file cannot be read to its end, or changed meanwhile.
+    """
+    fingerprint = manifest.fingerprint()
+    types = declared_types(manifest)
+    untyped = {file.name for file in manifest.files if file.schema is None}
+    ids = IdTable()
+    num_rows = num_faults = num_images = 0
+    for item in manifest.read():
+        num_rows += 1
+        if isinstance(item, ManifestRow):
+            ids.add(item.id)
+            num_images += item.params.num_images_per_prompt
+            if item.file in untyped:
+                types.observe(item.carried)
+        else:
+            ids.add(None)
+            num_faults += 1
+        if on_row is not None:
+            on_row(item)
+    duplicates = RowSet()
+    repeated = array("q")
+    for row in ids.duplicates(manifest):
+        repeated.append(row.row)
+        num_images -= row.params.num_images_per_prompt
+    duplicates = RowSet(repeated)
+    _require_unchanged(manifest, fingerprint)
+    num_faults += len(duplicates)
+    return ManifestIndex(num_rows, num_faults, num_images, types.schema(), duplicates, fingerprint)
+
+
+def declared_types(manifest: Manifest) -> CarriedTypes:
+    """The types of carried columns as far as the files declare them."""
+    types = CarriedTypes()
+    for file in manifest.files:
+        plan = manifest.plan(file)
+        if plan is None or file.schema is None:
+            continue
+        schema = flatten_openai_schema(file.schema)
+        features = huggingface_features(file.schema)
+        for column, name in plan.carried:
+            feature = features.get(column)
+            is_special = isinstance(feature, dict) and feature.get("_type") not in (None, "Value")
+            metadata = {b"huggingface": json.dumps(feature).encode()} if is_special else None
+            types.declare(name, schema.field(column).type, metadata)
+    return types
+
+
+def _require_unchanged(manifest: Manifest, fingerprint: dict[str, Any]) -> None:
+    for file, before in zip(manifest.files, fingerprint["files"], strict=True):
+        if file.stamp() != (before["size"], before["mtime_ns"]):
+            raise ManifestError(
+                f"{file.name}: changed while it was read", hint="start again when nobody writes to it"
+            )

@@ -1,0 +1,233 @@
+"""From what the user names (files, folders, globs, URLs, ``-``) to the readers of a manifest."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from offline_diffusion.data.readers.arrow import hub_dataset, saved_dataset
+from offline_diffusion.data.readers.base import Reader
+from offline_diffusion.data.readers.files import DataFile
+from offline_diffusion.data.readers.lines import PromptFolderReader
+from offline_diffusion.data.readers.sniff import DATA_SUFFIXES, open_reader, suffix_of
+from offline_diffusion.errors import ManifestError, did_you_mean
+
+STDIN = "-"
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
+_HUB_DATASET = re.compile(
+    r"hf://datasets/(?P<repo>[^/@:]+(/[^/@:]+)?)"
+    r"(@(?P<revision>refs/(convert|pr)/[^/:]+|[^/:]+))?(:(?P<split>[^/]+))?"
+)
+_LOCAL = LocalFileSystem()
+
+
+class SourceExpander:
+    """Opens sources in order; ``notes`` gets a line for each thing worth telling.
+
+    Args:
+        prompt_columns: More names of a prompt column, for telling a header from a prompt.
+        notes: Where to put notes.
+    """
+
+    def __init__(self, prompt_columns: tuple[str, ...], notes: list[str]) -> None:
+        self._prompt_columns = prompt_columns
+        self._notes = notes
+
+    def readers(self, source: str) -> Iterator[Reader]:
+        """The readers of one source.
+
+        Raises:
+            ManifestError: It is not there, holds no data, or cannot be read.
+        """
+        if source == STDIN:
+            yield self._open(_spooled_stdin(), suffix=".jsonl")
+        elif (hub := _HUB_DATASET.fullmatch(source)) is not None:
+            yield hub_dataset(source, hub["repo"], hub["revision"], hub["split"])
+        elif _URL.match(source):
+            yield from self._remote(source)
+        else:
+            yield from self._local(source)
+
+    def _open(self, file: DataFile, *, suffix: str | None = None) -> Reader:
+        return open_reader(file, suffix=suffix, prompt_columns=self._prompt_columns)
+
+    def _local(self, source: str) -> Iterator[Reader]:
+        path = os.path.expanduser(source)
+        if os.path.isdir(path):
+            yield from self._folder(source, _LOCAL, path)
+        elif os.path.exists(path):
+            yield self._open(_local_file(source, path))
+        elif glob.has_magic(path):
+            matches = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
+            if not matches:
+                raise ManifestError(f"{source}: no file matches", hint=f"the folder here is {os.getcwd()}")
+            yield from self._several([_local_file(match, match) for match in matches])
+        elif (folder := path.rpartition(":")[0]) and os.path.isdir(folder):
+            split = path.rpartition(":")[2]
+            if not _is_saved_dataset(folder):
+                raise ManifestError(f"{source}: {folder} is not a dataset made by save_to_disk")
+            yield saved_dataset(source, folder, split, _dataset_file)
+        else:
+            raise _not_found(source, path)
+
+    def _remote(self, source: str) -> Iterator[Reader]:
+        fs, path = _file_system(source)
+        try:
+            if fs.isdir(path) and not fs.isfile(path):
+                found = None
+            elif fs.exists(path):
+                found = [path]
+            else:
+                found = sorted(fs.glob(path)) if glob.has_magic(path) else []
+        except Exception as error:  # each file system has errors of its own
+            raise ManifestError(f"{source}: cannot be read: {error}") from None
+        if found is None:
+            yield from self._folder(source, fs, path)
+        elif not found:
+            raise ManifestError(f"{source}: is not there", hint="check the address and your credentials")
+        elif found == [path]:
+            yield self._open(DataFile(source, fs, path))
+        else:
+            yield from self._several([DataFile(fs.unstrip_protocol(match), fs, match) for match in found])
+
+    def _folder(self, source: str, fs: fsspec.AbstractFileSystem, path: str) -> Iterator[Reader]:
+        if isinstance(fs, LocalFileSystem) and _is_saved_dataset(path):
+            yield saved_dataset(source, path, None, _dataset_file)
+            return
+        files = _files_below(source, fs, path)
+        data = [file for file in files if suffix_of(file.name) in DATA_SUFFIXES]
+        prompts = [file for file in files if suffix_of(file.name) == ".txt"]
+        if data:
+            self._tell_left_out(source, files, data)
+            yield from self._several(data)
+        elif prompts:
+            self._tell_left_out(source, files, prompts)
+            self._notes.append(
+                f"{source}: each of its {len(prompts)} .txt files is one prompt "
+                f"(a prompt a line: {source.rstrip('/')}/*.txt)"
+            )
+            base = path.rstrip("/")
+            stems = [str(PurePosixPath(file.path).relative_to(base).with_suffix("")) for file in prompts]
+            yield PromptFolderReader(source, tuple(zip(stems, prompts, strict=True)))
+        else:
+            known = ", ".join([*DATA_SUFFIXES, ".txt"])
+            raise ManifestError(f"{source}: holds no data files", hint=f"looked for: {known}")
+
+    def _several(self, files: Sequence[DataFile]) -> Iterator[Reader]:
+        """Readers of files that were not named one by one: an empty one is no fault, unless all are."""
+        num_open = 0
+        for file in files:
+            if file.stamp().size == 0:
+                self._notes.append(f"{file.name}: is empty and left out")
+                continue
+            num_open += 1
+            yield self._open(file)
+        if not num_open:
+            raise ManifestError(f"{files[0].name}: is empty, and so are all files beside it")
+
+    def _tell_left_out(self, source: str, files: Sequence[DataFile], used: Sequence[DataFile]) -> None:
+        paths = {file.path for file in used}
+        others = [PurePosixPath(file.path).name for file in files if file.path not in paths]
+        if others:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            self._notes.append(f"{source}: left out {', '.join(others[:3])}{more}: no data files")
+
+
+def _not_found(source: str, path: str) -> ManifestError:
+    folder = os.path.dirname(path) or "."
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    close = did_you_mean(os.path.basename(path), names)
+    hint = f"did you mean {os.path.join(os.path.dirname(source), close)}?" if close else None
+    return ManifestError(f"{source}: there is no such file or folder", hint=hint)
+
+
+def _file_system(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    try:
+        fs, path = fsspec.core.url_to_fs(source)
+    except ImportError as error:
+        raise ManifestError(f"{source}: cannot be opened: {error}", hint=_install_hint(source)) from None
+    except Exception as error:  # each file system has errors of its own
+        raise ManifestError(f"{source}: cannot be opened: {error}") from None
+    return fs, path
+
+
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
+_PACKAGES |= {"az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
+
+
+def _install_hint(source: str) -> str | None:
+    package = _PACKAGES.get(source.partition(":")[0])
+    return f"pip install {package}" if package else None
+
+
+def _is_saved_dataset(folder: str) -> bool:
+    path = Path(folder)
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def _dataset_file(path: str) -> DataFile:
+    return DataFile(path, _LOCAL, path)
+
+
+def _files_below(source: str, fs: fsspec.AbstractFileSystem, path: str) -> list[DataFile]:
+    """Every file below a folder, sorted; names that start with ``.`` or ``_`` are left out."""
+    if not isinstance(fs, LocalFileSystem):
+        base = path.rstrip("/")
+        found = [(os.path.relpath(file, base), file) for file in fs.find(path)]
+        named = [(fs.unstrip_protocol(file), inner, file) for inner, file in found]
+    else:
+        found = [
+            (os.path.relpath(os.path.join(folder, name), path), os.path.join(folder, name))
+            for folder, _, names in os.walk(path, followlinks=True)
+            for name in names
+        ]
+        named = [(os.path.join(source, inner), inner, file) for inner, file in found]
+    visible = [
+        (inner, DataFile(name, fs, file))
+        for name, inner, file in named
+        if not any(part.startswith((".", "_")) for part in PurePosixPath(inner).parts)
+    ]
+    return [file for _, file in sorted(visible, key=lambda pair: pair[0])]
+
+
+def _local_file(name: str, path: str) -> DataFile:
+    """A local file; what can be read only once, such as a pipe, is copied first."""
+    try:
+        is_regular = stat.S_ISREG(os.stat(path).st_mode)
+        if is_regular:
+            return DataFile(name, _LOCAL, path)
+        with Path(path).open("rb") as stream:
+            return _spooled(name, stream)
+    except OSError as error:
+        raise ManifestError(f"{name}: cannot be read: {error}") from None
+
+
+def _spooled_stdin() -> DataFile:
+    return _spooled(STDIN, sys.stdin.buffer)
+
+
+def _spooled(name: str, stream: Any) -> DataFile:
+    """A copy of ``stream`` in a temporary file, which goes with the ``DataFile``: rows are read twice."""
+    copy = tempfile.NamedTemporaryFile(prefix="offdiff-manifest-")  # noqa: SIM115  # closed with its owner
+    shutil.copyfileobj(stream, copy)
+    copy.flush()
+    return DataFile(name, _LOCAL, copy.name, keep_alive=copy)
