@@ -7,10 +7,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offline_diffusion.config import LAYOUT_OPTIONS, PIXEL_OPTIONS, JobConfig
+from offline_diffusion.data.card import write_card
 from offline_diffusion.data.job_file import JobIdentity
 from offline_diffusion.data.layout import Shard, make_shards
 from offline_diffusion.data.ledger import Ledger
@@ -21,7 +23,7 @@ from offline_diffusion.data.rows import ImageTask, ManifestRow, RowDefaults, Row
 from offline_diffusion.data.scan import ManifestIndex, scan
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
-from offline_diffusion.errors import TooManyFailuresError
+from offline_diffusion.errors import JobInterrupted, ManifestError, TooManyFailuresError
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 from offline_diffusion.progress import JobSummary, Observer, Phase, Progress, Say, StopFlag, Tally
@@ -64,6 +66,7 @@ def run_task(
         make_engine: Replaces the loading of the model.
 
     Raises:
+        JobInterrupted: Asked to stop before the manifest was read through.
         OffdiffError: The job cannot start or go on; what is finished is durable.
     """
     task = _Task(config, observer or _ignore, stop or StopFlag(), say or _ignore, make_engine or _load_engine)
@@ -123,6 +126,7 @@ class _Task:
         if todo and not self.stop.requests:
             self.observer(Progress(phase="loading", num_images=index.num_images))
             finished = self._draw(self.make_engine(config, checkpoint), manifest, index, ledger, todo)
+            write_card(ledger)
         ledger.finish()
         kept = [before[shard.index] for shard in shards if shard not in todo]
         return self._summary(ledger, index, shards, kept, finished=finished)
@@ -139,6 +143,11 @@ class _Task:
         def count(_: ManifestRow | RowFault) -> None:
             nonlocal num_rows
             num_rows += 1
+            if self.stop.requests:
+                raise JobInterrupted(
+                    f"{self.stop.why}: stopped while scanning the manifest, at row {num_rows:,}",
+                    hint="the same command starts again",
+                )
             if num_rows % SCAN_REPORT_ROWS == 0:
                 self.observer(Progress(phase="scanning", num_rows_scanned=num_rows))
 
@@ -194,15 +203,16 @@ class _Task:
             if self.stop.requests and give_up_at is None:
                 give_up_at = time.monotonic() + DRAIN_S
                 self._stop_admission(engine)
-            while not self.stop.requests and feed.open and engine.num_waiting < LOOK_AHEAD:
-                feed.add_to(engine)
+            for _ in range(LOOK_AHEAD - engine.num_waiting):
+                if feed.open and not self.stop.requests:
+                    feed.add_to(engine)
             for output in engine.step():
                 self._take(output, feed, sink)
             self._report("running", engine)
             if give_up_at is not None and (self.stop.requests > 1 or time.monotonic() > give_up_at):
                 return False
             if not engine.has_unfinished and (self.stop.requests or not feed.open):
-                return not feed.open and not feed.pending and give_up_at is None
+                return not feed.open and not feed.pending and not feed.num_dropped
 
     def _stop_admission(self, engine: Engine) -> None:
         self.say(
@@ -215,15 +225,17 @@ class _Task:
     def _take(self, output: RequestOutput, feed: _Feed, sink: Sink) -> None:
         shard_index, image = feed.pending.pop(output.request_id)
         if output.status == "aborted":
+            feed.num_dropped += 1
             return
         sink.submit(shard_index, image, output)
         self.tally.num_ok += output.status == "ok"
         self.tally.num_failed += output.status == "failed"
         self.tally.num_truncated += output.metrics.truncated_tokens > 0
         self.tally.work_done += feed.work(image)
-        self._check_max_failures()
+        self.check_max_failures()
 
-    def _check_max_failures(self) -> None:
+    def check_max_failures(self) -> None:
+        """Raises `TooManyFailuresError` when ``--max-failures`` says so."""
         limit, tally = self.config.max_failures, self.tally
         if limit is None:
             return
@@ -270,12 +282,17 @@ class _Task:
         done = [markers[shard.index] for shard in shards if shard.index in markers]
         num_ok = sum(marker.num_ok for marker in kept) + tally.num_resumed + tally.num_ok
         num_failed = sum(marker.num_failed for marker in kept) + tally.num_failed
+        num_rows = sum(shard.num_rows for shard in shards)
         if finished:  # exact, from what is published
             num_ok, num_failed = sum(m.num_ok for m in done), sum(m.num_failed for m in done)
+            num_images = num_ok + num_failed
+        else:
+            share = num_rows / max(1, index.num_rows)
+            num_images = max(num_ok + num_failed, round(index.num_images * share))
         return JobSummary(
             out=self.config.out,
-            num_rows=sum(shard.num_rows for shard in shards),
-            num_images=index.num_images if self.config.num_tasks == 1 else num_ok + num_failed,
+            num_rows=num_rows,
+            num_images=num_images,
             num_ok=num_ok,
             num_failed=num_failed,
             num_quarantined_rows=sum(marker.num_invalid_rows for marker in done),
@@ -290,7 +307,10 @@ class _Task:
 
 @dataclass
 class _Feed:
-    """The images to draw, read shard by shard as the engine asks for them."""
+    """The images to draw, read shard by shard as the engine asks for them.
+
+    ``pending`` are those at the engine by request id; ``num_dropped`` those it gave back undrawn.
+    """
 
     task: _Task
     manifest: Manifest
@@ -300,20 +320,26 @@ class _Feed:
     shards: list[Shard]
     open: bool = True
     pending: dict[str, tuple[int, ImageTask]] = field(default_factory=dict)
+    num_dropped: int = 0
 
     def __post_init__(self) -> None:
-        self._images = self._read()
+        ranges = [range(shard.start, shard.stop) for shard in self.shards]
+        self._rows = self.manifest.read(ranges, duplicates=self.index.duplicates)
+        self._unopened = iter(self.shards)
+        self._images: Iterator[tuple[Shard, ImageTask]] = iter(())
 
     def add_to(self, engine: Engine) -> None:
-        """Hands the engine the next image; closes when there is none."""
-        item = next(self._images, None)
-        if item is None:
+        """Hands the engine the next image, or opens the next shard; closes when there is none."""
+        if (item := next(self._images, None)) is not None:
+            shard, image = item
+            self.pending[image.request.request_id] = (shard.index, image)
+            engine.add_request(image.request)
+        elif (unopened := next(self._unopened, None)) is not None:
+            self._images = zip(repeat(unopened), self._open_shard(unopened), strict=False)
+            self.task.check_max_failures()
+        else:
             self.open = False
             engine.close_source()
-            return
-        shard, image = item
-        self.pending[image.request.request_id] = (shard.index, image)
-        engine.add_request(image.request)
 
     def work(self, image: ImageTask) -> float:
         """FLOPs of an image's denoising, its text tokens left out."""
@@ -321,16 +347,19 @@ class _Feed:
         tokens = capabilities.num_image_tokens(request.height, request.width)
         return capabilities.forward_flops(tokens) * request.num_inference_steps * (1 + request.cfg_active)
 
-    def _read(self) -> Iterator[tuple[Shard, ImageTask]]:
-        ranges = [range(shard.start, shard.stop) for shard in self.shards]
-        rows = self.manifest.read(ranges, duplicates=self.index.duplicates)
-        for shard in self.shards:
-            own = [next(rows) for _ in range(shard.num_rows)]
-            for image in self._open_shard(shard, own):
-                yield shard, image
+    def _read_rows(self, shard: Shard) -> list[ManifestRow | RowFault]:
+        rows = list(islice(self._rows, shard.num_rows))
+        if len(rows) < shard.num_rows:
+            raise ManifestError(
+                f"the manifest ends at row {shard.start + len(rows):,}; "
+                f"it had {self.index.num_rows:,} rows when this run began",
+                hint="a manifest must not change while a job runs",
+            )
+        return rows
 
-    def _open_shard(self, shard: Shard, rows: list[ManifestRow | RowFault]) -> list[ImageTask]:
+    def _open_shard(self, shard: Shard) -> list[ImageTask]:
         """The images of a shard that are not there yet."""
+        rows = self._read_rows(shard)
         defaults = row_defaults(self.task.config)
         images: list[ImageTask] = []
         for position, row in enumerate(rows):

@@ -134,12 +134,16 @@ class Tally:
         lines = []
         if self.num_truncated:
             lines.append(
-                f"{self.num_truncated} images: the prompt is longer than the model reads and was cut; "
+                f"{_images(self.num_truncated)}: the prompt is longer than the model reads and was cut; "
                 "see truncated_tokens in metrics"
             )
         if self.num_guidance_off:
             lines.append(
-                f"{self.num_guidance_off} images: true_cfg_scale > 1 without a negative_prompt, so guidance "
-                'is off; give negative_prompt (" " will do); see cfg_active in metrics'
+                f"{_images(self.num_guidance_off)}: true_cfg_scale > 1 without a negative_prompt, so "
+                'guidance is off; give negative_prompt (" " will do); see cfg_active in metrics'
             )
         return lines
+
+
+def _images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count:,} images"
