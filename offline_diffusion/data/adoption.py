@@ -1,0 +1,223 @@
+"""Good images that were made before: of a published shard, and of earlier manifests of the folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from offline_diffusion.data.files import sync_folder
+from offline_diffusion.data.job_file import read_job
+from offline_diffusion.data.layout import (
+    IMAGES,
+    METRICS,
+    TABLES,
+    Shard,
+    make_shards,
+    published_in,
+    table_files,
+)
+from offline_diffusion.data.ledger import Ledger
+from offline_diffusion.data.manifest_change import superseded_folders
+from offline_diffusion.data.marker import Marker, read_marker
+from offline_diffusion.data.partial import ImageKey, Record, scan_partials
+from offline_diffusion.data.rows import ManifestRow, RowFault
+from offline_diffusion.data.schemas import IMAGE_COLUMNS, METRICS_SCHEMA, images_schema
+
+_NOT_RESULTS = {"id", "row", "image_index", "status", "prompt", "image"}
+_RESULT_COLUMNS = [name for name in IMAGE_COLUMNS if name not in _NOT_RESULTS]
+_BATCH_ROWS = 16
+
+Identity = tuple[str, str, int]
+"""``(id, row_hash, image_index)``: the same in two manifests means the same image."""
+
+
+def published_records(folder: Path, shard: Shard) -> Iterator[tuple[str, Record]]:
+    """The good images of a published shard with their ids, one at a time."""
+    metrics = _good_metrics(folder, shard)
+    columns = ["row", "image_index", "image", *_RESULT_COLUMNS]
+    for path in table_files(folder, IMAGES, shard):
+        for batch in pq.ParquetFile(path).iter_batches(_BATCH_ROWS, columns=columns):
+            for values in batch.to_pylist():
+                cost = next(metrics)
+                key = values["row"], values["image_index"]
+                assert (cost["row"], cost["image_index"]) == key, "images and metrics of a shard disagree"
+                result = {name: values[name] for name in _RESULT_COLUMNS}
+                result |= {name: value for name, value in cost.items() if name not in _NOT_RESULTS}
+                yield cost["id"], Record(*key, "ok", values["image"]["bytes"], result)
+
+
+def _good_metrics(folder: Path, shard: Shard) -> Iterator[dict[str, Any]]:
+    at = METRICS_SCHEMA.get_field_index("finished_at")
+    for path in table_files(folder, METRICS, shard):
+        for batch in pq.ParquetFile(path).iter_batches(1_000):
+            plain = batch.set_column(at, "finished_at", batch.column("finished_at").cast(pa.int64()))
+            yield from (values for values in plain.to_pylist() if values["status"] == "ok")
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A published shard or the partials of an unpublished one, in a superseded folder."""
+
+    folder: Path
+    shard: Shard
+    marker: Marker | None
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        if self.marker is not None:
+            yield from published_records(self.folder, self.shard)
+            return
+        for _, record in scan_partials(self._partials()):
+            if record.status == "ok":
+                yield record.result["id"], record
+
+    def _partials(self) -> list[Path]:
+        return sorted((self.folder / "partial").glob(f"{self.shard.stem}.*.arrows"))
+
+    def identities(self) -> Iterator[Identity]:
+        if self.marker is None:
+            for record_id, record in self.records():
+                yield record_id, record.result["row_hash"], record.image_index
+            return
+        columns = ["id", "row_hash", "image_index", "status"]
+        for path in table_files(self.folder, METRICS, self.shard):
+            for values in pq.ParquetFile(path).read(columns=columns).to_pylist():
+                if values["status"] == "ok":
+                    yield values["id"], values["row_hash"], values["image_index"]
+
+
+class Superseded:
+    """Images of earlier manifests of a folder, found by what they show.
+
+    The lookup is made when first needed: 12 bytes an image.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._folders = superseded_folders(ledger.out)
+        self._sources: list[_Source] = []
+        self._keys: npt.NDArray[np.uint64] | None = None
+        self._source_of: npt.NDArray[np.int32] = np.empty(0, np.int32)
+
+    def restore(
+        self, shard: Shard, rows: Sequence[ManifestRow | RowFault], images: Collection[ImageKey]
+    ) -> bool:
+        """Publishes an earlier shard of the same rows as it is.
+
+        Returns:
+            Whether there is one. Without hard links there is never one: its images are copied.
+        """
+        for folder in self._folders:
+            marker = self._same_shard(folder, shard, rows, images)
+            if marker is not None and self._link(folder, marker):
+                self._ledger.write_marker(shard, marker)
+                return True
+        return False
+
+    def _same_shard(
+        self,
+        folder: Path,
+        shard: Shard,
+        rows: Sequence[ManifestRow | RowFault],
+        images: Collection[ImageKey],
+    ) -> Marker | None:
+        try:
+            marker = read_marker(folder / "shards" / f"{shard.stem}.json")
+        except FileNotFoundError:
+            return None
+        if (marker.start, marker.stop) != (shard.start, shard.stop) or not all(
+            row.content_hash for row in rows
+        ):
+            return None
+        schema = images_schema(self._ledger.job.identity.carried_schema)
+        found = [pq.read_schema(path) for path in table_files(folder, IMAGES, shard)]
+        if not all(each.equals(schema) and each.metadata == schema.metadata for each in found):
+            return None
+        columns = ["row", "id", "row_hash", "image_index"]
+        tables = [pq.ParquetFile(path).read(columns=columns) for path in table_files(folder, METRICS, shard)]
+        old = pa.concat_tables(tables).to_pylist()
+        old_rows = list(dict.fromkeys((values["row"], values["id"], values["row_hash"]) for values in old))
+        old_images = {(v["row"], v["image_index"]) for v in old if v["image_index"] is not None}
+        same_rows = old_rows == [(row.row, row.id, row.content_hash) for row in rows]
+        return marker if same_rows and old_images == set(images) else None
+
+    def _link(self, folder: Path, marker: Marker) -> bool:
+        out = self._ledger.out
+        try:
+            for file in marker.files:
+                target = out / file.path
+                target.parent.mkdir(exist_ok=True)
+                target.unlink(missing_ok=True)
+                os.link(folder / file.path, target)
+        except OSError:
+            return False
+        for table in TABLES:
+            if (out / table).exists():
+                sync_folder(out / table)
+        return True
+
+    def records(
+        self, rows: Sequence[ManifestRow | RowFault], images: Collection[ImageKey]
+    ) -> Iterator[Record]:
+        """Earlier images of these rows that show the same, with the rows' present numbers."""
+        if not self._folders or not images:
+            return
+        by_number = {row.row: row for row in rows}
+        wanted: dict[Identity, int] = {}
+        for number, index in images:
+            row = by_number[number]
+            if row.content_hash:
+                wanted[row.id, row.content_hash, index] = number
+        for source in self._sources_of(wanted):
+            for record_id, record in source.records():
+                found = wanted.get((record_id, record.result["row_hash"], record.image_index))
+                if found is not None:
+                    yield replace(record, row=found, result=record.result | {"id": record_id})
+
+    def _sources_of(self, wanted: Collection[Identity]) -> list[_Source]:
+        if self._keys is None:
+            self._build()
+        assert self._keys is not None
+        keys = np.unique(np.fromiter(map(_hash, wanted), np.uint64, len(wanted)))
+        first = np.searchsorted(self._keys, keys, "left")
+        last = np.searchsorted(self._keys, keys, "right")
+        found = {int(s) for a, b in zip(first, last, strict=True) for s in self._source_of[a:b]}
+        return [self._sources[index] for index in sorted(found)]
+
+    def _build(self) -> None:
+        keys: list[npt.NDArray[np.uint64]] = []
+        owners: list[npt.NDArray[np.int32]] = []
+        for folder in self._folders:
+            for source in _sources(folder):
+                hashes = np.fromiter(map(_hash, source.identities()), np.uint64)
+                keys.append(hashes)
+                owners.append(np.full(len(hashes), len(self._sources), np.int32))
+                self._sources.append(source)
+        all_keys = np.concatenate([np.empty(0, np.uint64), *keys])
+        order = np.argsort(all_keys, kind="stable")
+        self._keys = all_keys[order]
+        self._source_of = np.concatenate([np.empty(0, np.int32), *owners])[order]
+
+
+def _sources(folder: Path) -> Iterator[_Source]:
+    job = read_job(folder)
+    shards = make_shards(job.identity.num_rows, job.identity.shard_size)
+    published = published_in(folder / "shards")
+    begun = {int(path.name.split(".")[0].split("-")[1]) for path in (folder / "partial").glob("*.arrows")}
+    for index in sorted(published | begun):
+        shard = shards[index]
+        marker = read_marker(folder / "shards" / f"{shard.stem}.json") if index in published else None
+        yield _Source(folder, shard, marker)
+
+
+def _hash(identity: Identity) -> int:
+    text = "\0".join(map(str, identity)).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

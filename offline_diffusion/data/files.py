@@ -1,0 +1,131 @@
+"""Small durable file operations: a name is absent or holds a whole file, whatever dies when.
+
+No locks and no memory maps, only plain files, renames and hard links, so that it works on NFS too.
+Everything is written in a scratch folder on the same file system and renamed into place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from offline_diffusion.errors import JobError
+
+_NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+_HINTS = {
+    errno.ENOSPC: "free some space and run the same command: it goes on where it stopped",
+    errno.EDQUOT: "the disk quota is used up; free some space and run the same command: it goes on",
+    errno.EACCES: "choose a folder you may write to, or change its permissions",
+    errno.EPERM: "choose a folder you may write to, or change its permissions",
+    errno.EROFS: "the file system is mounted read-only; choose another folder",
+    errno.ENOTDIR: "a part of the path is a file; choose another folder",
+    errno.EEXIST: "a file is in the way; choose another folder",
+}
+
+
+@contextlib.contextmanager
+def disk_errors(what: Path) -> Iterator[None]:
+    """Turns the operating system's errors into ``JobError``, naming ``what`` was written."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename if isinstance(error.filename, str) else str(what)
+        reason = error.strerror or str(error)
+        raise JobError(f"cannot write {name}: {reason}", hint=_HINTS.get(error.errno or 0)) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in ``folder`` durable, where the file system can."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+    finally:
+        os.close(fd)
+
+
+def scratch_path(scratch: Path, name: str) -> Path:
+    """A fresh path in the scratch folder for what shall be called ``name``."""
+    return scratch / f"{name}.{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def write_scratch(scratch: Path, name: str, content: bytes, *, durable: bool = True) -> Path:
+    """Writes ``content`` to a fresh scratch file and returns its path."""
+    path = scratch_path(scratch, name)
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    return path
+
+
+def replace_file(path: Path, content: bytes, scratch: Path, *, durable: bool = True) -> None:
+    """Makes ``path`` hold ``content`` in one step.
+
+    Args:
+        path: What is created or replaced.
+        content: All of it.
+        scratch: Folder for temporaries on the same file system.
+        durable: Whether it must survive a power loss from now on.
+    """
+    os.replace(write_scratch(scratch, path.name, content, durable=durable), path)
+    if durable:
+        sync_folder(path.parent)
+
+
+def create_file(path: Path, content: bytes, scratch: Path) -> bool:
+    """Makes ``path`` hold ``content`` unless it is there already; of several callers one wins.
+
+    Returns:
+        Whether this call created it.
+    """
+    temporary = write_scratch(scratch, path.name, content)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links: not exclusive, but still whole
+        if path.exists():
+            return False
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return True
+
+
+def to_json(value: Any) -> bytes:
+    """JSON for our small state files, readable by people."""
+    return (json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n").encode("utf-8", "replace")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads one of our small state files.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        JobError: It does not hold a JSON object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise JobError(f"{path} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise JobError(f"{path} is damaged: it must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, as hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

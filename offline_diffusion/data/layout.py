@@ -1,0 +1,80 @@
+"""Where things lie in an output folder, and how its rows fall into shards."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+IMAGES, METRICS, FAILURES, STATE = "images", "metrics", "failures", "_state"
+TABLES = (IMAGES, METRICS, FAILURES)
+SHARDS, PARTIALS, SCRATCH, TASKS = (f"{STATE}/{name}" for name in ("shards", "partial", "tmp", "tasks"))
+
+_MARKER_NAME = re.compile(r"shard-(\d{5,})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Manifest rows ``start`` to ``stop - 1``: the unit of publication and of resuming."""
+
+    index: int
+    start: int
+    stop: int
+    digits: int = 5
+
+    @property
+    def stem(self) -> str:
+        """File name without suffix; sorts as the shards do."""
+        return f"shard-{self.index:0{self.digits}d}"
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+
+class Shards(Sequence[Shard]):
+    """All shards of a job, made when asked for."""
+
+    def __init__(self, num_rows: int, shard_size: int) -> None:
+        self._num_rows, self._shard_size = num_rows, shard_size
+        self._count = -(-num_rows // shard_size)
+        self._digits = max(5, len(str(max(0, self._count - 1))))
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Shard: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Shard]: ...
+    def __getitem__(self, index: int | slice) -> Shard | list[Shard]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        index = range(self._count)[index]
+        start = index * self._shard_size
+        return Shard(index, start, min(start + self._shard_size, self._num_rows), self._digits)
+
+
+def make_shards(num_rows: int, shard_size: int) -> Shards:
+    """The shards of a manifest: fixed ranges of rows, whatever the number of tasks."""
+    return Shards(num_rows, shard_size)
+
+
+def table_files(out: Path, table: str, shard: Shard) -> list[Path]:
+    """The files of a shard in one of the tables, in manifest order; usually one."""
+    folder = out / table
+    first = folder / f"{shard.stem}.parquet"
+    parts = sorted(folder.glob(f"{shard.stem}.part*.parquet"))
+    return [*([first] if first.exists() else []), *parts]
+
+
+def published_in(markers_folder: Path) -> set[int]:
+    """Indices of the shards that have a marker in a folder; empty when there is no such folder."""
+    try:
+        names = os.listdir(markers_folder)
+    except FileNotFoundError:
+        return set()
+    return {int(match[1]) for name in names if (match := _MARKER_NAME.fullmatch(name))}

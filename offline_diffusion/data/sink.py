@@ -1,0 +1,387 @@
+"""Where finished images go: encoded in threads, written by one, published shard by shard.
+
+The engine hands outputs in and goes on; it waits only when too much is unwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from offline_diffusion.config import ImageFormat
+from offline_diffusion.data.adoption import Superseded, published_records
+from offline_diffusion.data.card import write_card
+from offline_diffusion.data.encode import crop_centre, encode_image
+from offline_diffusion.data.files import disk_errors
+from offline_diffusion.data.heartbeat import INTERVAL_S, Heartbeat, OpenShard, write_heartbeat
+from offline_diffusion.data.layout import Shard
+from offline_diffusion.data.ledger import Ledger
+from offline_diffusion.data.partial import ImageKey, Record
+from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
+from offline_diffusion.data.shard_writer import ShardWriter
+from offline_diffusion.errors import JobError
+from offline_diffusion.request import RequestOutput
+
+MAX_PENDING_BYTES = 512 * 2**20
+"""Most bytes of pixels that wait to be encoded and written."""
+
+RATE_WINDOW_S = 60.0
+_MAX_ERROR_CHARS = 2_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkProgress:
+    """What a sink has done since it was made.
+
+    Args:
+        num_ok, num_failed: Images handed in and written.
+        num_recovered: Images that need not be made again, in the shards opened.
+        num_invalid_rows: Quarantined rows in the shards published.
+        num_shards: Shards published, or found published when opened.
+        num_pending: Images handed in but not written.
+    """
+
+    num_ok: int = 0
+    num_failed: int = 0
+    num_recovered: int = 0
+    num_invalid_rows: int = 0
+    num_shards: int = 0
+    num_pending: int = 0
+
+
+class Sink:
+    """Takes the outputs of one task.
+
+    ``open_shard``, ``submit``, ``drain`` and ``close`` belong to one thread.
+
+    Args:
+        ledger: The open output folder.
+        image_format: Of the encoded images.
+        task, num_tasks, worker: Recorded with every image.
+        num_threads: Encoders.
+        max_pending: Most images that wait to be encoded and written.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        image_format: ImageFormat = "png",
+        task: int = 0,
+        num_tasks: int = 1,
+        worker: str = "",
+        num_threads: int = 4,
+        max_pending: int = 64,
+    ) -> None:
+        self._ledger, self._image_format = ledger, image_format
+        self._task, self._worker, self._max_pending = task, worker, max_pending
+        self._superseded = Superseded(ledger)
+        self._open: dict[int, ShardWriter] = {}
+        self._tables_seen: set[str] = set()
+        self._room = threading.Condition()  # guards everything below
+        self._progress = SinkProgress()
+        self._pending_bytes = 0
+        self._error: BaseException | None = None
+        self._error_raised = False
+        self._finished_at: deque[float] = deque()
+        self._heartbeat = Heartbeat(task=task, num_tasks=num_tasks, worker=worker)
+        self._beat()
+        self._stopped = threading.Event()
+        self._beater = threading.Thread(target=self._beat_on, name="offdiff-heartbeat", daemon=True)
+        self._beater.start()
+        self._encoders = ThreadPoolExecutor(num_threads, thread_name_prefix="offdiff-encode")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="offdiff-write")
+
+    def open_shard(
+        self,
+        shard: Shard,
+        rows: Sequence[ManifestRow | RowFault],
+        images: Sequence[ImageTask],
+        *,
+        retry_failed: bool = False,
+    ) -> set[ImageKey]:
+        """Begins or resumes a shard; it is published as soon as all its images are in.
+
+        Args:
+            shard: Which rows.
+            rows: Those rows, in order; a ``RowFault`` for each that is quarantined.
+            images: Every image that the good rows ask for.
+            retry_failed: Make images again that failed before, also of a published shard.
+
+        Returns:
+            Images that are here already: only the others are to be submitted.
+
+        Raises:
+            JobError: The disk is full or failed.
+        """
+        self._raise_error()
+        keys = {(image.row, image.image_index) for image in images}
+        marker = self._ledger.marker(shard)
+        if marker is None and self._superseded.restore(shard, rows, keys):
+            marker = self._ledger.marker(shard)
+        if marker is not None and not (retry_failed and marker.has_failures):
+            self._count(num_recovered=len(keys), num_shards=1)
+            return keys
+        writer = self._make_writer(shard, rows, images, retry_failed)
+        if marker is not None:
+            writer.adopt(record for _, record in published_records(self._ledger.out, shard))
+        else:
+            writer.adopt(self._superseded.records(rows, writer.missing))
+        finished = writer.finished
+        with self._room:
+            self._open[shard.index] = writer
+            self._heartbeat.shards[shard.index] = OpenShard(num_images=len(keys), num_ok=len(finished))
+        self._count(num_recovered=len(finished))
+        if writer.complete:
+            self._admit(0)
+            self._writer.submit(self._guarded, lambda: self._publish(writer), 0)
+        return finished
+
+    def submit(self, shard_index: int, image: ImageTask, output: RequestOutput) -> None:
+        """Hands a finished or failed image in; waits while too much is unwritten.
+
+        Raises:
+            JobError: Writing failed, now or for an earlier image.
+        """
+        assert output.status != "aborted", "an aborted request has nothing to record"
+        num_bytes = output.pixels.nbytes if output.pixels is not None else 0
+        writer = self._open.get(shard_index)
+        assert writer is not None, f"shard {shard_index} is not open"
+        self._admit(num_bytes)
+        self._encoders.submit(self._encode, writer, image, output, num_bytes)
+
+    def drain(self) -> None:
+        """Waits until everything handed in is written and survives a power loss.
+
+        Raises:
+            JobError: Writing failed.
+        """
+        self._settle()
+        self._raise_error()
+
+    def close(self, *, abandon: bool = False) -> None:
+        """Writes what was handed in and ends the threads.
+
+        Args:
+            abandon: The job stops early: unfinished shards stay behind as partials. Otherwise every
+                opened shard must be complete.
+
+        Raises:
+            JobError: Writing failed, and nobody was told yet.
+        """
+        if self._stopped.is_set():
+            return
+        self._settle()
+        self._encoders.shutdown()
+        self._writer.shutdown()
+        self._stopped.set()
+        self._beater.join()
+        for writer in self._open.values():
+            writer.close()
+        failed = abandon or self._error is not None
+        assert failed or not self._open, f"shards {sorted(self._open)} are not complete"
+        self._heartbeat.state = "stopped" if failed else "done"
+        self._beat()
+        if not self._error_raised:
+            self._raise_error()
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(abandon=kind is not None)
+
+    @property
+    def progress(self) -> SinkProgress:
+        """A snapshot; any thread may ask."""
+        with self._room:
+            return self._progress
+
+    def _count(self, **more: int) -> None:
+        with self._room:
+            sums = {name: getattr(self._progress, name) + number for name, number in more.items()}
+            self._progress = replace(self._progress, **sums)
+            self._room.notify_all()
+
+    def _admit(self, num_bytes: int) -> None:
+        def has_room() -> bool:
+            pending, total = self._progress.num_pending, self._pending_bytes + num_bytes
+            return pending == 0 or (pending < self._max_pending and total <= MAX_PENDING_BYTES)
+
+        with self._room:
+            self._room.wait_for(lambda: self._error is not None or has_room())
+            self._raise_error()
+            self._pending_bytes += num_bytes
+            self._count(num_pending=1)
+
+    def _release(self, num_bytes: int) -> None:
+        with self._room:
+            self._pending_bytes -= num_bytes
+            self._count(num_pending=-1)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            self._error_raised = True
+            raise self._error
+
+    def _fail(self, error: BaseException) -> None:
+        with self._room:
+            if self._error is None:
+                self._error = error
+            self._room.notify_all()
+
+    def _make_writer(
+        self,
+        shard: Shard,
+        rows: Sequence[ManifestRow | RowFault],
+        images: Sequence[ImageTask],
+        retry_failed: bool,
+    ) -> ShardWriter:
+        return ShardWriter(
+            self._ledger,
+            shard,
+            rows,
+            images,
+            task=self._task,
+            worker=self._worker,
+            image_format=self._image_format,
+            retry_failed=retry_failed,
+        )
+
+    def _encode(self, writer: ShardWriter, image: ImageTask, output: RequestOutput, num_bytes: int) -> None:
+        try:
+            record = make_record(
+                image,
+                output,
+                row_hash=writer.row_hash(image.row),
+                image_format=self._image_format,
+                task=self._task,
+                worker=self._worker,
+            )
+            self._writer.submit(self._guarded, lambda: self._write(writer, record), num_bytes)
+        except BaseException as error:
+            self._fail(error)
+            self._release(num_bytes)
+
+    def _guarded(self, work: Callable[[], None], num_bytes: int | None) -> None:
+        """Runs in the writing thread: after an error nothing more is written."""
+        try:
+            if self._error is None:
+                work()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            if num_bytes is not None:
+                self._release(num_bytes)
+
+    def _write(self, writer: ShardWriter, record: Record) -> None:
+        if not writer.append(record):
+            return
+        is_ok = record.status == "ok"
+        with self._room:
+            shard = self._heartbeat.shards[writer.shard.index]
+            shard.num_ok += is_ok
+            shard.num_failed += not is_ok
+            self._finished_at.append(time.monotonic())
+        self._count(num_ok=is_ok, num_failed=not is_ok)
+        if writer.complete:
+            self._publish(writer)
+
+    def _publish(self, writer: ShardWriter) -> None:
+        marker = writer.publish()
+        with self._room:
+            del self._open[writer.shard.index]
+            del self._heartbeat.shards[writer.shard.index]
+        self._count(num_shards=1, num_invalid_rows=marker.num_invalid_rows)
+        tables = {file.path.split("/")[0] for file in marker.files}
+        if not tables <= self._tables_seen:
+            self._tables_seen |= tables
+            write_card(self._ledger)
+
+    def _settle(self) -> None:
+        with self._room:
+            self._room.wait_for(lambda: self._progress.num_pending == 0)
+        self._writer.submit(self._guarded, self._sync, None).result()
+
+    def _sync(self) -> None:
+        for writer in self._open.values():
+            writer.sync()
+
+    def _beat_on(self) -> None:
+        while not self._stopped.wait(INTERVAL_S):
+            with contextlib.suppress(JobError):  # not worth stopping for: the next image will tell
+                self._beat()
+
+    def _beat(self) -> None:
+        with self._room:
+            now, beat = time.monotonic(), self._heartbeat
+            while self._finished_at and self._finished_at[0] < now - RATE_WINDOW_S:
+                self._finished_at.popleft()
+            elapsed = min(RATE_WINDOW_S, max(1e-3, time.time() - beat.started_at))
+            beat.images_per_s = len(self._finished_at) / elapsed
+            beat.num_ok, beat.num_failed = self._progress.num_ok, self._progress.num_failed
+            snapshot = replace(beat, shards=dict(beat.shards))
+        with disk_errors(self._ledger.state):
+            write_heartbeat(self._ledger.out, snapshot)
+
+
+def make_record(
+    image: ImageTask,
+    output: RequestOutput,
+    *,
+    row_hash: str,
+    image_format: ImageFormat,
+    task: int,
+    worker: str,
+) -> Record:
+    """Crops, hashes and encodes an output. What cannot be encoded becomes a failed record.
+
+    Args:
+        image: What was asked.
+        output: What came out, ``ok`` or ``failed``.
+        row_hash: The row's content hash.
+        image_format: Of the encoded image.
+        task, worker: Who made it.
+    """
+    started = time.perf_counter()
+    data, sha256 = None, None
+    error_type, error = output.error_type, output.error
+    if output.status == "ok":
+        try:
+            data, sha256 = _encode_output(image, output, image_format)
+        except (ValueError, OSError, MemoryError) as problem:
+            error_type, error = "encode_error", f"cannot encode as {image_format}: {problem}"
+    result: dict[str, Any] = asdict(output.metrics) | {
+        "id": image.id,
+        "row_hash": row_hash,
+        "negative_prompt": image.request.negative_prompt,
+        "seed": image.request.seed,
+        "width": image.final_width,
+        "height": image.final_height,
+        "num_inference_steps": image.request.num_inference_steps,
+        "true_cfg_scale": image.request.true_cfg_scale,
+        "guidance_scale": image.request.guidance_scale,
+        "sha256": sha256,
+        "error_type": error_type,
+        "error": None if error is None else error[:_MAX_ERROR_CHARS],
+        "write_s": time.perf_counter() - started,
+        "task": task,
+        "worker": worker,
+        "finished_at": time.time_ns() // 1000,
+        "requested_height": image.requested_height,
+        "requested_width": image.requested_width,
+    }
+    return Record(image.row, image.image_index, "failed" if data is None else "ok", data, result)
+
+
+def _encode_output(image: ImageTask, output: RequestOutput, image_format: ImageFormat) -> tuple[bytes, str]:
+    assert output.pixels is not None, "an output that is ok has pixels"
+    drawn = (image.request.height, image.request.width, 3)
+    assert output.pixels.shape == drawn, f"pixels are {output.pixels.shape}, asked were {drawn}"
+    return encode_image(crop_centre(output.pixels, image.final_height, image.final_width), image_format)

@@ -1,0 +1,299 @@
+"""Reads a whole output folder again and says what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from offline_diffusion.data.encode import decode_image, pixels_sha256
+from offline_diffusion.data.files import file_sha256
+from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, TABLES, Shard, table_files
+from offline_diffusion.data.ledger import Ledger
+from offline_diffusion.data.marker import Marker, PublishedFile, marker_from_tables
+from offline_diffusion.data.partial import ImageKey
+from offline_diffusion.data.schemas import FAILURES_SCHEMA, INVALID_ROW, METRICS_SCHEMA, images_schema
+from offline_diffusion.errors import JobError
+
+_BATCH_ROWS = 32
+_MAX_PROBLEMS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with a file; ``row`` is a manifest row, None where the file as a whole is wrong."""
+
+    file: str
+    reason: str
+    row: int | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.file}: {self.reason}"
+            if self.row is None
+            else f"{self.file}: row {self.row}: {self.reason}"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class ShardReport:
+    """What was found in one shard; ``done`` is false while it is not published, which is no fault."""
+
+    shard: int
+    done: bool
+    num_rows: int = 0
+    num_images: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class VerifyReport:
+    """What was found in a folder.
+
+    Args:
+        num_shards, num_shards_done: All, and published.
+        num_rows, num_images: Rows covered and images read.
+        pending: Shards not published yet.
+        problems: At most the first thousand.
+        num_problems: All of them.
+    """
+
+    num_shards: int = 0
+    num_shards_done: int = 0
+    num_rows: int = 0
+    num_images: int = 0
+    pending: list[int] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    num_problems: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong; shards may still be pending."""
+        return self.num_problems == 0
+
+    def add(self, shard: ShardReport) -> None:
+        self.num_rows += shard.num_rows
+        self.num_images += shard.num_images
+        if shard.done:
+            self.num_shards_done += 1
+        else:
+            self.pending.append(shard.shard)
+        self.add_problems(shard.problems)
+
+    def add_problems(self, problems: list[Problem]) -> None:
+        self.num_problems += len(problems)
+        self.problems += problems[: _MAX_PROBLEMS - len(self.problems)]
+
+
+def verify(out: Path, *, num_threads: int | None = None) -> VerifyReport:
+    """Checks a whole folder; see ``verify_shards``.
+
+    Raises:
+        JobError: The folder is not one of ours.
+    """
+    ledger = Ledger(out)
+    report = VerifyReport(num_shards=len(ledger.shards))
+    for shard in verify_shards(out, num_threads=num_threads):
+        report.add(shard)
+    report.add_problems(find_strays(ledger))
+    return report
+
+
+def verify_shards(out: Path, *, num_threads: int | None = None) -> Iterator[ShardReport]:
+    """Checks shard by shard, holding a few images at a time.
+
+    Files, checksums, schemas, row counts; that every manifest row is there once, with every image it
+    asks for once, in order; that images decode to the size and the pixels recorded.
+
+    Args:
+        out: The output folder.
+        num_threads: Decoders; None takes one a processor.
+
+    Raises:
+        JobError: The folder is not one of ours.
+    """
+    ledger = Ledger(out)
+    restored = not ledger.markers_folder.exists()
+    with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as decoders:
+        for shard in ledger.shards:
+            report = ShardReport(shard=shard.index, done=True)
+            try:
+                marker = marker_from_tables(ledger.out, shard) if restored else ledger.marker(shard)
+            except JobError as error:
+                report.problems.append(Problem(str(ledger.marker_path(shard)), error.message))
+                yield report
+                continue
+            if marker is None:
+                report.done = False
+            else:
+                _ShardCheck(ledger, shard, marker, report, decoders).run()
+            yield report
+
+
+def find_strays(ledger: Ledger) -> list[Problem]:
+    """Published-looking files that no marker speaks of; those of unfinished shards are replaced later."""
+    known = {file.path for marker in _readable_markers(ledger) for file in marker.files}
+    strays = []
+    for table in TABLES:
+        for path in sorted((ledger.out / table).glob("*")):
+            name = f"{table}/{path.name}"
+            if name not in known and not path.name.startswith("."):
+                strays.append(Problem(name, "is not part of any published shard"))
+    return strays
+
+
+def _readable_markers(ledger: Ledger) -> Iterator[Marker]:
+    if not ledger.markers_folder.exists():
+        yield from ledger.markers().values()
+        return
+    for index in sorted(ledger.published()):
+        try:
+            marker = ledger.marker(ledger.shards[index])
+        except JobError:
+            continue
+        if marker is not None:
+            yield marker
+
+
+class _ShardCheck:
+    """Checks one published shard into a report."""
+
+    def __init__(
+        self, ledger: Ledger, shard: Shard, marker: Marker, report: ShardReport, decoders: ThreadPoolExecutor
+    ) -> None:
+        self._out, self._shard, self._marker = ledger.out, shard, marker
+        self._report, self._decoders = report, decoders
+        images = images_schema(ledger.job.identity.carried_schema)
+        self._schemas = {IMAGES: images, METRICS: METRICS_SCHEMA, FAILURES: FAILURES_SCHEMA}
+
+    def run(self) -> None:
+        if (self._marker.start, self._marker.stop) != (self._shard.start, self._shard.stop):
+            span = f"{self._marker.start} to {self._marker.stop}"
+            self._problem(self._shard.stem, f"its marker speaks of rows {span}, job.json of others")
+        whole = [self._file_is_whole(file) for file in self._marker.files]
+        if not all(whole):
+            return
+        try:
+            ok, failed = self._check_metrics()
+            self._check_counts(len(ok), len(failed))
+            self._check_images(ok)
+            self._check_failures(failed)
+        except (OSError, KeyError, pa.ArrowException) as error:
+            self._problem(self._shard.stem, f"cannot be read: {error}")
+
+    def _problem(self, file: str, reason: str, row: int | None = None) -> None:
+        self._report.problems.append(Problem(file, reason, row))
+
+    def _file_is_whole(self, file: PublishedFile) -> bool:
+        path = self._out / file.path
+        try:
+            num_bytes = path.stat().st_size
+            if num_bytes != file.num_bytes:
+                self._problem(file.path, f"has {num_bytes} bytes, published were {file.num_bytes}")
+                return False
+            if file.sha256 is not None and file_sha256(path) != file.sha256:
+                self._problem(file.path, "its checksum is not that of what was published")
+                return False
+            parquet = pq.ParquetFile(path)
+        except FileNotFoundError:
+            self._problem(file.path, "is missing")
+            return False
+        except (OSError, pa.ArrowException) as error:
+            self._problem(file.path, f"cannot be read: {error}")
+            return False
+        return self._footer_is_right(file, parquet)
+
+    def _footer_is_right(self, file: PublishedFile, parquet: pq.ParquetFile) -> bool:
+        if parquet.metadata.num_rows != file.num_rows:
+            self._problem(file.path, f"has {parquet.metadata.num_rows} rows, published were {file.num_rows}")
+            return False
+        if not parquet.schema_arrow.equals(self._schemas[file.path.split("/")[0]]):
+            self._problem(file.path, "has other columns than it should")
+            return False
+        return True
+
+    def _rows(self, table: str, columns: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        for path in table_files(self._out, table, self._shard):
+            for batch in pq.ParquetFile(path).iter_batches(_BATCH_ROWS, columns=columns):
+                yield path.relative_to(self._out).as_posix(), batch.to_pylist()
+
+    def _check_metrics(self) -> tuple[list[ImageKey], list[tuple[int, int | None]]]:
+        """Every row of the shard once, with images 0, 1, 2, ... Returns its good and failed images."""
+        ok: list[ImageKey] = []
+        failed: list[tuple[int, int | None]] = []
+        row, next_index = self._shard.start - 1, 0
+        for file, batch in self._rows(METRICS, ["row", "image_index", "status", "error_type"]):
+            for values in batch:
+                key = values["row"], values["image_index"]
+                (ok if values["status"] == "ok" else failed).append(key)
+                if values["row"] != row:
+                    if values["row"] != row + 1:
+                        self._problem(file, f"row {row + 1} is expected here", values["row"])
+                    row, next_index = values["row"], 0
+                    self._report.num_rows += 1
+                expected = None if values["error_type"] == INVALID_ROW else next_index
+                if values["image_index"] != expected:
+                    self._problem(file, f"image {expected} is expected, not {values['image_index']}", row)
+                next_index += 1
+        if row != self._shard.stop - 1:
+            self._problem(
+                f"{METRICS}/{self._shard.stem}.parquet", f"ends at row {row}, not {self._shard.stop - 1}"
+            )
+        return ok, failed
+
+    def _check_counts(self, num_ok: int, num_failed: int) -> None:
+        published = self._marker.num_ok, self._marker.num_failed + self._marker.num_invalid_rows
+        if (num_ok, num_failed) != published:
+            file = f"{METRICS}/{self._shard.stem}.parquet"
+            counts = (
+                f"{num_ok} good and {num_failed} failed, published were {published[0]} and {published[1]}"
+            )
+            self._problem(file, f"has {counts}")
+
+    def _check_images(self, expected: list[ImageKey]) -> None:
+        columns = ["row", "image_index", "width", "height", "image", "sha256"]
+        found: list[ImageKey] = []
+        for file, batch in self._rows(IMAGES, columns):
+            for values, fault in zip(batch, self._decoders.map(_image_fault, batch), strict=True):
+                found.append((values["row"], values["image_index"]))
+                if fault is not None:
+                    self._problem(file, f"image {values['image_index']}: {fault}", values["row"])
+        self._report.num_images += len(found)
+        self._compare(IMAGES, expected, found)
+
+    def _check_failures(self, expected: list[tuple[int, int | None]]) -> None:
+        batches = self._rows(FAILURES, ["row", "image_index"])
+        found = [(values["row"], values["image_index"]) for _, batch in batches for values in batch]
+        self._compare(FAILURES, expected, found)
+
+    def _compare(self, table: str, expected: list[Any], found: list[Any]) -> None:
+        if found == expected:
+            return
+        file = f"{table}/{self._shard.stem}.parquet"
+        missing, surplus = set(expected) - set(found), set(found) - set(expected)
+        for row, index in sorted(missing, key=str):
+            self._problem(file, f"image {index} is missing", row)
+        for row, index in sorted(surplus, key=str):
+            self._problem(file, f"image {index} is not in {METRICS}", row)
+        if len(set(found)) < len(found):
+            self._problem(file, "has an image twice")
+        if not missing and not surplus and len(set(found)) == len(found):
+            self._problem(file, "is not in manifest order")
+
+
+def _image_fault(values: dict[str, Any]) -> str | None:
+    try:
+        pixels = decode_image(values["image"]["bytes"])
+    except (OSError, ValueError, SyntaxError, TypeError) as error:
+        return f"does not decode: {error}"
+    if pixels.shape != (values["height"], values["width"], 3):
+        return f"is {pixels.shape[1]}x{pixels.shape[0]}, recorded is {values['width']}x{values['height']}"
+    if pixels_sha256(pixels) != values["sha256"]:
+        return "its pixels are not those recorded"
+    return None

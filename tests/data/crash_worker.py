@@ -1,0 +1,193 @@
+"""Runs jobs that die; a script, because it forks before any thread is started.
+
+``crash SCENARIO ROOT STEP`` runs a job again and again in folder ``ROOT/<n>``, dying at its n-th call to
+the operating system that changes the disk, then runs it to the end, until one run needs no n-th call.
+``storm ROOT KILLS`` runs one job in ``ROOT/out`` and kills it at random moments, then lets it end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets  # noqa: F401  (imported once here, not in every child)
+import pyarrow.parquet as pq
+from output_fakes import (
+    all_images,
+    make_fault,
+    make_output,
+    make_row,
+    make_rows,
+    open_ledger,
+    rows_of,
+    run_job,
+)
+
+from offline_diffusion.data.card import write_card
+from offline_diffusion.data.ledger import Ledger
+from offline_diffusion.data.partial import partial_paths, scan_partials
+from offline_diffusion.data.sink import Sink
+
+CALLS = ("write", "fsync", "replace", "rename", "link", "unlink", "mkdir")
+STORM_ROWS, STORM_FAULTS = 120, (7, 31)
+OLD = [make_row(n, row_id=row_id, images=2) for n, row_id in enumerate("abcd")]
+NEW = [make_row(n, row_id=row_id, images=2) for n, row_id in enumerate(["x", "a", "b", "d"])]
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Runs ``work`` in a child and returns its pid."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+
+def wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def die_at(number: int) -> None:
+    """Kills this process before its ``number``-th call that changes the disk."""
+    counter = itertools.count()
+
+    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(counter) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, wrap(getattr(os, name)))
+
+
+def fresh(out: Path) -> None:
+    ledger = open_ledger(out, 5, 3)
+    write_card(ledger)
+    run_job(ledger, make_rows(5, images=2, faults=(1,)), failing={(4, 1): "nan"})
+
+
+def before_retry(out: Path) -> None:
+    rows = [*make_rows(3, images=2), make_fault(3)]
+    run_job(open_ledger(out, 4, 4), rows, failing={(0, 1): "nan", (2, 0): "nan"})
+
+
+def retry(out: Path) -> None:
+    run_job(open_ledger(out, 4, 4), [*make_rows(3, images=2), make_fault(3)], retry_failed=True)
+
+
+def before_change(out: Path) -> None:
+    options = {"image_format": "png"}
+    ledger = open_ledger(out, 4, 2, options=options)
+    sink = Sink(ledger)
+    for shard in ledger.shards:
+        part = rows_of(OLD, shard)
+        sink.open_shard(shard, part, all_images(part))
+    for image in all_images(OLD)[:-1]:  # the first shard is published, the second begun
+        sink.submit(image.row // 2, image, make_output(image))
+    sink.close(abandon=True)
+
+
+def change(out: Path) -> None:
+    options = {"image_format": "png"}
+    ledger = open_ledger(out, 4, 2, options=options, manifest={"n": 2}, allow_manifest_change=True)
+    run_job(ledger, NEW)
+
+
+SCENARIOS = {"fresh": (None, fresh), "retry": (before_retry, retry), "change": (before_change, change)}
+
+
+def crash(scenario: str, root: Path, step: int) -> None:
+    before, work = SCENARIOS[scenario]
+    if before is not None:
+        assert wait(fork(lambda: before(root / "before"))) == 0
+    for number in itertools.count(0, step):
+        out = root / str(number)
+        if before is not None:
+            shutil.copytree(root / "before", out)
+
+        def dying(out: Path = out, number: int = number) -> None:
+            die_at(number)
+            work(out)
+
+        code = wait(fork(dying))
+        assert code in (0, -signal.SIGKILL), code
+        assert wait(fork(lambda out=out: work(out))) == 0, number
+        if code == 0:
+            print(number)
+            return
+
+
+def storm_job(out: Path, log: Path) -> None:
+    rows = make_rows(STORM_ROWS, images=2, faults=STORM_FAULTS)
+    ledger = open_ledger(out, STORM_ROWS, 8)
+    with Sink(ledger, num_threads=2, max_pending=4) as sink, open(log, "a", buffering=1) as drawn:
+        ledger.clear_leftovers(ledger.shards)
+        published = ledger.published()
+        for shard in ledger.shards:
+            if shard.index in published:
+                continue
+            images = all_images(rows_of(rows, shard))
+            finished = sink.open_shard(shard, rows_of(rows, shard), images)
+            for image in images:
+                if (image.row, image.image_index) not in finished:
+                    time.sleep(0.005)
+                    drawn.write(f"{image.row} {image.image_index}\n")
+                    sink.submit(shard.index, image, make_output(image))
+
+
+def durable(out: Path) -> set[tuple[int, int]]:
+    """Images in published shards and in partials."""
+    ledger = Ledger(out)
+    keys: set[tuple[int, int]] = set()
+    for shard in ledger.shards if (out / "job.json").exists() else []:
+        keys |= {record.key for _, record in scan_partials(partial_paths(ledger.partials, shard.stem))}
+        if ledger.marker(shard) is not None:
+            table = pq.read_table(out / "images" / f"{shard.stem}.parquet", columns=["row", "image_index"])
+            keys |= {(row["row"], row["image_index"]) for row in table.to_pylist()}
+    return keys
+
+
+def check_storm(out: Path, log: Path, seen: Path) -> None:
+    """What was durable after an earlier kill is so still."""
+    keys = durable(out)
+    earlier = (
+        {tuple(map(int, line.split())) for line in seen.read_text().splitlines()} if seen.exists() else set()
+    )
+    assert earlier <= keys, sorted(earlier - keys)
+    seen.write_text("".join(f"{row} {index}\n" for row, index in sorted(keys)))
+
+
+def storm(root: Path, kills: int) -> None:
+    out, log, seen = root / "out", root / "drawn.txt", root / "seen.txt"
+    moments = random.Random(os.getpid())
+    killed = 0
+    for _ in range(kills):
+        pid = fork(lambda: storm_job(out, log))
+        time.sleep(moments.uniform(0.02, 0.1))
+        os.kill(pid, signal.SIGKILL)
+        killed += wait(pid) == -signal.SIGKILL
+        assert wait(fork(lambda: check_storm(out, log, seen))) == 0
+    assert wait(fork(lambda: storm_job(out, log))) == 0
+    print(killed)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "crash":
+        crash(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    else:
+        storm(Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,175 @@
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from output_fakes import (
+    CARRIED,
+    all_images,
+    contents,
+    make_identity,
+    make_output,
+    make_row,
+    make_rows,
+    open_ledger,
+    read_table,
+    run_job,
+)
+
+from offline_diffusion.data.ledger import Ledger
+from offline_diffusion.data.rows import ManifestRow
+from offline_diffusion.data.sink import Sink
+from offline_diffusion.data.verify import verify
+
+
+def rows_with_ids(ids: list[str]) -> list[Any]:
+    return [make_row(number, row_id=row_id) for number, row_id in enumerate(ids)]
+
+
+def change(out: Path, rows: list[Any], shard_size: int, **identity: Any) -> list[tuple[int, int]]:
+    """Runs another manifest in the folder; returns what had to be drawn."""
+    drawn: list[tuple[int, int]] = []
+    manifest = {"sha256": "|".join(row.content_hash for row in rows)}
+    options = {"image_format": "png"}
+    ledger = open_ledger(
+        out, len(rows), shard_size, manifest=manifest, options=options, allow_manifest_change=True, **identity
+    )
+    run_job(ledger, rows, drawn=drawn)
+    assert verify(out, num_threads=1).ok
+    assert list((out / "_state").glob("superseded-*")) == []
+    return drawn
+
+
+ids = st.lists(st.sampled_from("abcdefghij"), unique=True, min_size=1)
+
+
+@settings(max_examples=12)
+@given(old=ids, new=ids, old_size=st.integers(1, 4), new_size=st.integers(1, 4))
+def test_rows_whose_id_and_content_are_unchanged_are_kept(
+    tmp_path_factory: pytest.TempPathFactory, old: list[str], new: list[str], old_size: int, new_size: int
+) -> None:
+    out = tmp_path_factory.mktemp("out")
+    change(out, rows_with_ids(old), old_size)
+    drawn = change(out, rows_with_ids(new), new_size)
+    assert [new[row] for row, _ in drawn] == [row_id for row_id in new if row_id not in old]
+    clean = tmp_path_factory.mktemp("clean")
+    change(clean, rows_with_ids(new), new_size)
+    assert contents(out) == contents(clean)
+
+
+def test_a_row_with_another_prompt_is_made_again(tmp_path: Path) -> None:
+    rows = rows_with_ids(["a", "b", "c"])
+    change(tmp_path, rows, 2)
+    rows[1] = make_row(1, row_id="b", text="another prompt")
+    assert change(tmp_path, rows, 2) == [(1, 0)]
+    assert [row["prompt"] for row in read_table(tmp_path, "images")] == [
+        "picture a",
+        "another prompt",
+        "picture c",
+    ]
+
+
+def test_a_shard_of_unchanged_rows_is_kept_as_a_file(tmp_path: Path) -> None:
+    rows = rows_with_ids(["a", "b", "c", "d"])
+    change(tmp_path, rows, 2)
+    inodes = {path.name: path.stat().st_ino for path in (tmp_path / "images").iterdir()}
+    assert change(tmp_path, [*rows, make_row(4, row_id="e")], 2) == [(4, 0)]
+    for name, inode in inodes.items():
+        assert (tmp_path / "images" / name).stat().st_ino == inode
+
+
+def test_without_hard_links_images_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object, **__: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    rows = rows_with_ids(["a", "b", "c", "d"])
+    change(tmp_path, rows, 2)
+    assert change(tmp_path, [*rows, make_row(4, row_id="e")], 2) == [(4, 0)]
+
+
+def test_carried_values_come_from_the_new_manifest(tmp_path: Path) -> None:
+    rows = rows_with_ids(["a", "b"])
+    change(tmp_path, rows, 2)
+    wider = CARRIED.append(pa.field("extra", pa.int32()))
+    relabelled = [
+        ManifestRow(
+            r.row, r.id, r.file, r.line, r.content_hash, r.prompt, r.params, r.carried | {"extra": r.row}
+        )
+        for r in rows
+    ]
+    assert change(tmp_path, relabelled, 2, carried_schema=wider) == []
+    assert [row["extra"] for row in read_table(tmp_path, "images")] == [0, 1]
+
+
+def test_failed_images_are_made_again(tmp_path: Path) -> None:
+    rows = rows_with_ids(["a", "b", "c"])
+    run_job(open_ledger(tmp_path, 3, 3, options={"image_format": "png"}), rows, failing={(1, 0): "nan"})
+    assert change(tmp_path, [*rows, make_row(3, row_id="d")], 4) == [(1, 0), (3, 0)]
+
+
+def test_unpublished_images_are_kept_too(tmp_path: Path) -> None:
+    rows = rows_with_ids(["a", "b", "c", "d"])
+    ledger = open_ledger(tmp_path, 4, 4, options={"image_format": "png"})
+    sink = Sink(ledger)
+    sink.open_shard(ledger.shards[0], rows, all_images(rows))
+    for image in all_images(rows)[:2]:
+        sink.submit(0, image, make_output(image))
+    sink.close(abandon=True)
+    assert change(tmp_path, rows_with_ids(["x", "b", "a"]), 2) == [(0, 0)]
+
+
+def test_a_change_in_the_middle_of_a_change_loses_nothing(tmp_path: Path) -> None:
+    rows = rows_with_ids(["a", "b", "c", "d"])
+    change(tmp_path, rows, 2)
+    second = rows_with_ids(["b", "c", "x"])
+    options = {"image_format": "png"}
+    ledger = open_ledger(tmp_path, 3, 2, manifest={"n": 2}, options=options, allow_manifest_change=True)
+    sink = Sink(ledger)
+    assert sink.open_shard(ledger.shards[0], second[:2], all_images(second[:2])) == {(0, 0), (1, 0)}
+    sink.open_shard(ledger.shards[1], second[2:], all_images(second[2:]))
+    sink.close(abandon=True)
+    assert change(tmp_path, rows_with_ids(["d", "a", "b", "y"]), 3) == [(3, 0)]
+
+
+def test_when_the_state_was_deleted_images_are_still_kept(tmp_path: Path) -> None:
+    rows = rows_with_ids(["a", "b", "c"])
+    change(tmp_path, rows, 2)
+    shutil.rmtree(tmp_path / "_state")
+    assert change(tmp_path, rows_with_ids(["c", "z", "a"]), 2) == [(1, 0)]
+
+
+def _change_at(out: Path, gate: Any, results: "multiprocessing.Queue[str]") -> None:
+    identity = make_identity(5, 2, manifest={"sha256": "new"}, options={"image_format": "png"})
+    ledger = Ledger(out)
+    gate.wait(60)
+    try:
+        ledger.open(identity, allow_manifest_change=True)
+        (out / "images" / f"probe-{os.getpid()}").write_text("written after the change")
+        results.put(ledger.job.job_id)
+    except Exception as error:
+        results.put(repr(error))
+
+
+def test_tasks_that_change_the_manifest_together_agree(tmp_path: Path) -> None:
+    run_job(open_ledger(tmp_path, 4, 2, options={"image_format": "png"}), make_rows(4))
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    gate = spawn.Barrier(4)
+    tasks = [spawn.Process(target=_change_at, args=(tmp_path, gate, results)) for _ in range(4)]
+    for task in tasks:
+        task.start()
+    job_ids = {results.get(timeout=60) for _ in tasks}
+    for task in tasks:
+        task.join()
+    assert job_ids == {Ledger(tmp_path).job.job_id}
+    assert len(list((tmp_path / "images").glob("probe-*"))) == 4
+    (superseded,) = (tmp_path / "_state").glob("superseded-*")
+    assert len(list((superseded / "images").glob("*.parquet"))) == 2
+    assert len(list((superseded / "shards").glob("*.json"))) == 2
+    assert not (tmp_path / "_state" / "change.json").exists()

@@ -1,0 +1,203 @@
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from output_fakes import CARRIED, contents, make_identity, make_rows, open_ledger, run_job
+
+from offline_diffusion.data.ledger import Ledger, make_shards
+from offline_diffusion.errors import JobError, JobMismatchError
+
+
+@given(num_rows=st.integers(0, 3_000), shard_size=st.integers(1, 700))
+def test_shards_cover_every_row_once(num_rows: int, shard_size: int) -> None:
+    shards = list(make_shards(num_rows, shard_size))
+    assert [row for shard in shards for row in range(shard.start, shard.stop)] == list(range(num_rows))
+    assert all(0 < shard.num_rows <= shard_size for shard in shards)
+    assert [shard.index for shard in shards] == list(range(len(shards)))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "last"), [(1, "shard-00000"), (100_000, "shard-99999"), (100_001, "shard-100000")]
+)
+def test_file_names_sort_as_the_shards_do(num_rows: int, last: str) -> None:
+    shards = make_shards(num_rows, 1)
+    assert shards[-1].stem == last
+    assert len(shards[0].stem) == len(last)
+
+
+def test_job_json_says_what_the_folder_is(tmp_path: Path) -> None:
+    open_ledger(tmp_path / "out", 10, 4)
+    job = json.loads((tmp_path / "out" / "job.json").read_text())
+    assert job["num_rows"] == 10
+    assert job["shard_size"] == 4
+    assert job["model"]["model"] == "dummy"
+    assert job["options"]["image_format"] == "png"
+    assert job["carried"]["columns"] == {"tag": "string", "weight": "double", "scores": "list<item: int64>"}
+    assert job["versions"]["pyarrow"] == pa.__version__
+
+
+def test_the_same_job_opens_again(tmp_path: Path) -> None:
+    first = open_ledger(tmp_path, 10, 4)
+    before = (tmp_path / "job.json").read_bytes()
+    second = open_ledger(tmp_path, 10, 4)
+    assert (tmp_path / "job.json").read_bytes() == before
+    assert second.job == first.job
+    assert second.job.identity.carried_schema == CARRIED
+
+
+def test_every_difference_is_named_with_old_and_new(tmp_path: Path) -> None:
+    open_ledger(tmp_path, 10, 4)
+    options = {"seed": 7, "dtype": "auto", "image_format": "webp", "limit": None, "extra": [1, 2]}
+    with pytest.raises(JobMismatchError) as caught:
+        open_ledger(
+            tmp_path,
+            10,
+            4,
+            options=options,
+            model={"model": "dummy", "revision": "v2", "config_sha256": "abc"},
+        )
+    lines = caught.value.message.splitlines()[1:]
+    assert sorted(line.strip() for line in lines) == [
+        "model.revision: null -> v2",
+        "options.extra.0: (none) -> 1",
+        "options.extra.1: (none) -> 2",
+        "options.image_format: png -> webp",
+        "options.seed: 0 -> 7",
+    ]
+    assert "another --out" in (caught.value.hint or "")
+
+
+def test_a_changed_manifest_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    open_ledger(tmp_path, 10, 4)
+    with pytest.raises(JobMismatchError, match=r"manifest\.sha256: 123 -> 456") as caught:
+        open_ledger(tmp_path, 11, 4, manifest={"sha256": "456", "files": []})
+    assert "--allow-manifest-change" in (caught.value.hint or "")
+
+
+def test_pixel_options_are_refused_even_when_the_manifest_may_change(tmp_path: Path) -> None:
+    open_ledger(tmp_path, 10, 4)
+    with pytest.raises(JobMismatchError, match=r"options\.seed"):
+        open_ledger(tmp_path, 10, 4, options={"seed": 1}, allow_manifest_change=True)
+
+
+def test_many_differences_are_cut(tmp_path: Path) -> None:
+    open_ledger(tmp_path, 10, 4, manifest={"files": list(range(100))})
+    with pytest.raises(JobMismatchError, match="and 80 more"):
+        open_ledger(tmp_path, 10, 4, manifest={"files": list(range(1, 101))})
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(JobError, match=r"not empty.*thesis.tex"):
+        open_ledger(tmp_path, 10, 4)
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "not json", '{"version": 99}', '{"version": 1}'])
+def test_a_job_json_of_somebody_else_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "job.json").write_text(content)
+    with pytest.raises(JobError, match=r"job\.json"):
+        open_ledger(tmp_path, 10, 4)
+    assert (tmp_path / "job.json").read_text() == content
+
+
+def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(JobError, match="cannot write"):
+        open_ledger(tmp_path / "out", 10, 4)
+    with pytest.raises(JobError, match="cannot write"):
+        open_ledger(tmp_path / "out" / "deeper", 10, 4)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(JobError, match="Permission denied"):
+        open_ledger(tmp_path / "out", 10, 4)
+
+
+def test_readers_refuse_a_folder_that_is_not_ours(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="not an output folder of offdiff"):
+        _ = Ledger(tmp_path).job
+    with pytest.raises(JobError, match="not an output folder of offdiff"):
+        _ = Ledger(tmp_path / "nowhere").job
+
+
+def _open_at(out: Path, gate: Any, results: "multiprocessing.Queue[str]") -> None:
+    ledger = Ledger(out)
+    gate.wait(60)
+    try:
+        ledger.open(make_identity(10, 4))
+        results.put(ledger.job.job_id)
+    except Exception as error:
+        results.put(repr(error))
+
+
+def test_tasks_that_start_together_agree_on_one_job(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    gate = spawn.Barrier(3)
+    tasks = [spawn.Process(target=_open_at, args=(tmp_path / "out", gate, results)) for _ in range(3)]
+    for task in tasks:
+        task.start()
+    ids = {results.get(timeout=60) for _ in tasks}
+    for task in tasks:
+        task.join()
+    assert ids == {Ledger(tmp_path / "out").job.job_id}
+
+
+def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 4, 4)
+    ledger.marker_path(ledger.shards[0]).write_text('{"files": [')
+    with pytest.raises(JobError, match=r"shard-00000\.json is damaged"):
+        ledger.markers()
+
+
+def test_when_the_state_is_deleted_nothing_is_made_again(tmp_path: Path) -> None:
+    rows = make_rows(10, images=2, faults=(3,))
+    failing = {(5, 1): "nan"}
+    run_job(open_ledger(tmp_path, 10, 4), rows, failing=failing)
+    before, markers = contents(tmp_path), open_ledger(tmp_path, 10, 4).markers()
+    shutil.rmtree(tmp_path / "_state")
+    for table, stem in (("metrics", "shard-00001"), ("images", "shard-00002")):
+        os.rename(tmp_path / table / f"{stem}.parquet", tmp_path / f".{stem}")
+    assert set(Ledger(tmp_path).markers()) == {0}
+    os.rename(tmp_path / ".shard-00001", tmp_path / "metrics" / "shard-00001.parquet")
+    drawn: list[tuple[int, int]] = []
+    ledger = open_ledger(tmp_path, 10, 4)
+    assert ledger.published() == {0, 1}
+    found = ledger.markers()[1]
+    assert (found.num_ok, found.num_failed, found.num_invalid_rows) == (7, 1, 0)
+    assert [(file.path, file.num_rows) for file in found.files] == [
+        (file.path, file.num_rows) for file in markers[1].files
+    ]
+    run_job(ledger, rows, failing=failing, drawn=drawn)
+    assert drawn == [(8, 0), (8, 1), (9, 0), (9, 1)]
+    assert contents(tmp_path) == before
+
+
+def test_scanning_2000_markers_is_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = make_rows(1)
+    run_job(open_ledger(tmp_path / "one", 1, 1), rows)
+    ledger = open_ledger(tmp_path / "many", 2_000 * 500, 500)
+    marker = json.loads((tmp_path / "one" / "_state" / "shards" / "shard-00000.json").read_text())
+    for shard in ledger.shards:
+        values = marker | {"shard": shard.index, "start": shard.start, "stop": shard.stop}
+        ledger.marker_path(shard).write_text(json.dumps(values))
+    started = time.perf_counter()
+    assert len(ledger.published()) == 2_000
+    listed = time.perf_counter()
+    assert list(ledger.markers()) == list(range(2_000))
+    with capsys.disabled():
+        print(
+            f"\n2000 markers: listed in {listed - started:.3f} s, "
+            f"read in {time.perf_counter() - listed:.3f} s"
+        )
