@@ -121,14 +121,16 @@ class _Task:
         shards = self._my_shards(index)
         before = ledger.markers()
         todo = [shard for shard in shards if self._is_unfinished(before.get(shard.index))]
-        ledger.clear_leftovers(shards)
+        unfinished = {shard.index for shard in todo}
+        retried = unfinished & before.keys()  # their leftovers are what an earlier retry has made
+        ledger.clear_leftovers(shard for shard in shards if shard.index not in retried)
         finished = not todo
         if todo and not self.stop.requests:
             self.observer(Progress(phase="loading", num_images=index.num_images))
             finished = self._draw(self.make_engine(config, checkpoint), manifest, index, ledger, todo)
             write_card(ledger)
         ledger.finish()
-        kept = [before[shard.index] for shard in shards if shard not in todo]
+        kept = [before[shard.index] for shard in shards if shard.index not in unfinished]
         return self._summary(ledger, index, shards, kept, finished=finished)
 
     # --- what is to be done ------------------------------------------------------------------

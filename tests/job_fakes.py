@@ -151,7 +151,9 @@ class Runner:
 
 def read_table(out: Path, table: str) -> Rows:
     """All rows of a published table, file by file."""
-    return [row for path in sorted((out / table).glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    return [
+        row for path in sorted((out / table).glob("*.parquet")) for row in pq.read_table(path).to_pylist()
+    ]
 
 
 def read_schema(out: Path, table: str) -> pa.Schema:

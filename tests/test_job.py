@@ -21,20 +21,39 @@ LONG = " ".join(f"a {colour} cup on a table," for colour in ("red", "green", "bl
 ROWS: list[dict[str, Any]] = [
     {"prompt": "a red cup"},
     {"id": "wide", "prompt": "a wide sea", "height": 32, "width": 80, "num_inference_steps": 5},
-    {"id": "tall", "prompt": "a tower", "height": 80, "width": 32, "seed": 2**64 - 1, "num_images_per_prompt": 3},
+    {
+        "id": "tall",
+        "prompt": "a tower",
+        "height": 80,
+        "width": 32,
+        "seed": 2**64 - 1,
+        "num_images_per_prompt": 3,
+    },
     {"id": "cfg", "prompt": "a boat", "true_cfg_scale": 7.5, "negative_prompt": "grey", "seed": 2**63},
     {"id": "cfg-blank", "prompt": "a boat", "true_cfg_scale": 2.0, "negative_prompt": " ", "seed": 7},
     {"id": "cfg-empty", "prompt": "a boat", "true_cfg_scale": 4.0, "negative_prompt": "", "seed": 7},
     {"id": "cfg-one", "prompt": "a boat", "true_cfg_scale": 1.0, "negative_prompt": "grey", "seed": 7},
     {"id": "cfg-zero", "prompt": "a boat", "true_cfg_scale": 0, "negative_prompt": "grey", "seed": 7},
     {"id": 9007199254740993, "prompt": "e", "seed": 9007199254740993, "num_inference_steps": 3},
-    {"id": "long", "prompt": LONG, "height": 64, "width": 48, "negative_prompt": LONG, "num_inference_steps": 4},
+    {
+        "id": "long",
+        "prompt": LONG,
+        "height": 64,
+        "width": 48,
+        "negative_prompt": LONG,
+        "num_inference_steps": 4,
+    },
     {"id": "ünï/../😀", "prompt": "ein rotes Haus\n茶杯 😀", "height": 96, "width": 16, "seed": 0},
     {"prompt": "two of these", "num_images_per_prompt": 2, "num_inference_steps": 8},
 ]
 NESTED = {"a": [1, None, 2**60], "b": {"c": "ü", "d": None}}
 for number, values in enumerate(ROWS):
-    values |= {"tag": f"t{number}", "weight": 0.5 if number % 2 else None, "nested": NESTED, "image": "mine.png"}
+    values |= {
+        "tag": f"t{number}",
+        "weight": 0.5 if number % 2 else None,
+        "nested": NESTED,
+        "image": "mine.png",
+    }
     values.setdefault("height", 48)
     values.setdefault("width", 64)
     values.setdefault("num_inference_steps", 2)

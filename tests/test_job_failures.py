@@ -1,0 +1,215 @@
+"""Images that fail: they are told, their neighbours are as ever, and --retry-failed makes only them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from job_fakes import (
+    SMALL,
+    FailingModel,
+    Runner,
+    loaded_model,
+    make_rows,
+    pixels_by_key,
+    read_table,
+    write_jsonl,
+)
+
+from offline_diffusion.cli.main import main
+from offline_diffusion.data.verify import verify
+from offline_diffusion.errors import TooManyFailuresError
+
+FAILING = {
+    2: ("TOKENIZE", "model_error", "RuntimeError: a made-up tokenizer fault"),
+    5: ("ENCODE", "model_error", "RuntimeError: a made-up encoder fault"),
+    6: ("STEP", "model_error", "RuntimeError: a made-up fault in a step"),
+    11: ("NAN", "nan", "NaN"),
+    13: ("MEMORY", "out_of_memory", "made up"),
+}
+"""Row → the word that makes it fail, and what must be recorded."""
+
+
+def rows_that_fail(count: int = 16) -> list[dict[str, Any]]:
+    rows = make_rows(count)
+    for number, (word, _, _) in FAILING.items():
+        rows[number]["prompt"] += f" {word}"
+    return rows
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "m.jsonl", rows_that_fail())
+
+
+@pytest.fixture
+def reference(manifest: Path, tmp_path: Path) -> dict[tuple[str, int], str]:
+    Runner().run(manifest, tmp_path / "reference", max_num_seqs=4, shard_size=6, **SMALL)
+    return pixels_by_key(tmp_path / "reference")
+
+
+def run_cli(runner: Runner, manifest: Path, out: Path, *more: str) -> Any:
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    command = ["run", str(manifest), "--out", str(out), "--shard-size=6", "--max-num-seqs=4", *options, *more]
+    return CliRunner().invoke(main, command, obj=runner.run_task)
+
+
+def test_failures_are_told_and_retried_alone(
+    manifest: Path, tmp_path: Path, reference: dict[tuple[str, int], str]
+) -> None:
+    out = tmp_path / "out"
+    result = run_cli(Runner(FailingModel(loaded_model())), manifest, out)
+    assert result.exit_code == 3
+    assert "Traceback" not in result.output
+    assert "done: 11 of 16 images" in result.stderr
+    assert "5 images failed" in result.stderr
+    metrics = read_table(out, "metrics")
+    assert [row["row"] for row in metrics] == list(range(16))
+    for row in metrics:
+        _, error_type, error = FAILING.get(row["row"], ("", None, None))
+        assert (row["status"], row["error_type"]) == ("failed" if error_type else "ok", error_type)
+        assert error is None or error in row["error"]
+    failures = read_table(out, "failures")
+    told = [(row["row"], row["image_index"], row["error_type"], row["file"], row["line"]) for row in failures]
+    assert told == [(n, 0, kind, str(manifest), n + 1) for n, (_, kind, _) in FAILING.items()]
+    good = {key: value for key, value in reference.items() if int(key[0][1:]) not in FAILING}
+    assert pixels_by_key(out) == good
+    assert verify(out).problems == []
+
+    again = Runner()
+    result = run_cli(again, manifest, out)
+    assert (result.exit_code, again.engine) == (3, None)
+
+    healed = Runner()
+    result = run_cli(healed, manifest, out, "--retry-failed")
+    assert result.exit_code == 0, result.output
+    assert "done: 16 of 16 images" in result.stderr
+    assert "11 images done before" in result.stderr
+    assert set(healed.finished) == {rows_that_fail()[number]["prompt"] for number in FAILING}
+    assert set(healed.finished.values()) == {1}
+    assert pixels_by_key(out) == reference
+    assert not any((out / "failures").glob("*.parquet"))
+    assert verify(out).problems == []
+
+
+def test_what_fails_again_stays_failed(manifest: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for options in ([], ["--retry-failed"]):
+        runner = Runner(FailingModel(loaded_model()))
+        result = run_cli(runner, manifest, out, *options)
+        assert result.exit_code == 3
+        assert "5 images failed" in result.stderr
+        assert len(read_table(out, "images")) == 11
+        assert verify(out).problems == []
+    assert sum(runner.finished.values()) == len(FAILING)
+
+
+def test_one_failing_image_of_several(tmp_path: Path) -> None:
+    """Only image 1 of a row fails; the others of the row stay."""
+
+    class SecondFails(FailingModel):
+        def prepare_latents(self, request: Any) -> Any:
+            latents = self._model.prepare_latents(request)
+            return latents * float("nan") if request.seed == 6 else latents
+
+    manifest = write_jsonl(tmp_path / "m.jsonl", [{"prompt": "a cup", "seed": 5, "num_images_per_prompt": 3}])
+    out = tmp_path / "out"
+    summary = Runner(SecondFails(loaded_model())).run(manifest, out, **SMALL)
+    assert (summary.num_ok, summary.num_failed, summary.num_images) == (2, 1, 3)
+    assert [row["image_index"] for row in read_table(out, "images")] == [0, 2]
+    (failure,) = read_table(out, "failures")
+    assert (failure["image_index"], failure["error_type"]) == (1, "nan")
+    healed = Runner()
+    assert healed.run(manifest, out, retry_failed=True, **SMALL).num_ok == 3
+    assert sum(healed.finished.values()) == 1
+    assert [row["seed"] for row in read_table(out, "images")] == [5, 6, 7]
+
+
+def test_retrying_after_a_stop_keeps_what_is_good(
+    manifest: Path, tmp_path: Path, reference: dict[tuple[str, int], str]
+) -> None:
+    """A retry that is cut off, then run again, ends with the full dataset."""
+    out, options = tmp_path / "out", {"max_num_seqs": 4, "shard_size": 6} | SMALL
+    Runner(FailingModel(loaded_model())).run(manifest, out, **options)
+    before = pixels_by_key(out)
+
+    def die(engine: Any) -> None:
+        if engine.finished:
+            raise KeyboardInterrupt
+
+    cut = Runner()
+    cut.on_step = die
+    with pytest.raises(KeyboardInterrupt):
+        cut.run(manifest, out, retry_failed=True, **options)
+    rest = Runner()
+    summary = rest.run(manifest, out, retry_failed=True, **options)
+    assert (summary.num_ok, summary.num_failed) == (16, 0)
+    assert sum(cut.finished.values()) + sum(rest.finished.values()) == len(FAILING)
+    after = pixels_by_key(out)
+    assert after == reference
+    assert before.items() <= after.items()
+
+
+def test_a_number_of_failures_stops_the_job(manifest: Path, tmp_path: Path) -> None:
+    out, options = tmp_path / "out", {"max_num_seqs": 1, "scheduling_policy": "fifo", "shard_size": 6} | SMALL
+    runner = Runner(FailingModel(loaded_model()))
+    with pytest.raises(TooManyFailuresError, match="3 of .* failed, --max-failures is 2") as caught:
+        runner.run(manifest, out, max_failures="2", **options)
+    assert caught.value.hint
+    # An image is kept once it was handed in: what is drawn is never drawn again.
+    rest = Runner()
+    summary = rest.run(manifest, out, retry_failed=True, **options)
+    assert (summary.num_ok, summary.num_failed, summary.num_images) == (16, 0, 16)
+    assert not set(rest.finished) & {
+        prompt for prompt in runner.finished if not any(word in prompt for word, _, _ in FAILING.values())
+    }
+
+
+def test_as_many_failures_as_allowed_do_not_stop_the_job(manifest: Path, tmp_path: Path) -> None:
+    summary = Runner(FailingModel(loaded_model())).run(manifest, tmp_path / "out", max_failures="5", **SMALL)
+    assert (summary.num_ok, summary.num_failed) == (11, 5)
+
+
+@pytest.mark.parametrize(("share", "stops"), [("4%", True), ("30%", False)])
+def test_a_share_of_failures_counts_once_there_are_enough_images(
+    tmp_path: Path, share: str, stops: bool
+) -> None:
+    rows = make_rows(130)
+    for number in range(0, 130, 5):  # 20 % fail, from the first image on
+        rows[number]["prompt"] += " TOKENIZE"
+    manifest = write_jsonl(tmp_path / "m.jsonl", rows)
+    runner = Runner(FailingModel(loaded_model()))
+    options = SMALL | {"height": 16, "width": 16, "max_num_seqs": 8}
+    if not stops:
+        assert runner.run(manifest, tmp_path / "out", max_failures=share, **options).num_failed == 26
+        return
+    with pytest.raises(TooManyFailuresError, match=f"--max-failures is {share}"):
+        runner.run(manifest, tmp_path / "out", max_failures=share, **options)
+    assert sum(runner.finished.values()) >= 100
+
+
+def test_a_full_disk_ends_the_job_with_a_message(manifest: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The writing thread's error reaches the user; the next run goes on."""
+    import errno
+    import os
+
+    out, real, left = tmp_path / "out", os.write, [40_000]
+
+    def write(fd: int, data: Any) -> int:
+        if str(out) in os.readlink(f"/proc/self/fd/{fd}"):
+            left[0] -= len(data)
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    result = run_cli(Runner(), manifest, out)
+    monkeypatch.undo()
+    assert result.exit_code == 1, result.output
+    assert "No space left on device" in result.stderr
+    assert "Traceback" not in result.output
+    result = run_cli(Runner(), manifest, out)
+    assert result.exit_code == 0
+    assert verify(out).problems == []
