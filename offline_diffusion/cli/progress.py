@@ -58,6 +58,16 @@ def describe(progress: Progress) -> str:
     return f"{progress.phase}: {', '.join(parts)}"
 
 
+def describe_briefly(progress: Progress) -> str:
+    """What stands beside the bar: 80 columns are enough for both."""
+    if progress.phase in ("scanning", "loading"):
+        return describe(progress)
+    return (
+        f"{progress.num_done:,}/{plural(progress.num_images, 'image')} {progress.images_per_s:.3g}/s "
+        f"ETA {duration(progress.eta_s)} fill {progress.step_fill:.0%} {progress.num_failed:,} failed"
+    )
+
+
 class PlainProgress:
     """A line at every change of phase and every ``PLAIN_INTERVAL_S`` seconds."""
 
@@ -94,7 +104,7 @@ class TerminalProgress:
 
         self._bar: rich.progress.Progress = rich.progress.Progress(
             rich.progress.SpinnerColumn(),
-            rich.progress.BarColumn(bar_width=24),
+            rich.progress.BarColumn(bar_width=12),
             rich.progress.TaskProgressColumn(),
             rich.progress.TextColumn("{task.description}", markup=False),
             console=rich.console.Console(file=stream),
@@ -114,11 +124,11 @@ class TerminalProgress:
     def update(self, progress: Progress) -> None:
         total = progress.work_total or None if progress.phase in ("running", "finishing") else None
         self._bar.update(
-            self._task, description=describe(progress), total=total, completed=progress.work_done
+            self._task, description=describe_briefly(progress), total=total, completed=progress.work_done
         )
 
     def say(self, line: str) -> None:
-        self._bar.console.print(line, markup=False, highlight=False)
+        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def make_progress() -> ProgressDisplay:

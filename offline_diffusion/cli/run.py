@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import time
 from collections.abc import Callable
@@ -100,13 +99,13 @@ def _run(config: JobConfig, run_task: RunTask | None) -> JobSummary:
     meter, stop = ThroughputMeter(), StopFlag()
     with stop_on_signals(stop), make_progress() as display:
         # Only now: loading takes seconds, and a signal must not be lost in them.
-        run_task = run_task or importlib.import_module("offline_diffusion.job").run_task
+        from offline_diffusion import job
 
         def observe(progress: Progress) -> None:
             display.update(progress)
             meter.observe(progress, time.monotonic())
 
-        summary: JobSummary = run_task(config, observer=observe, stop=stop, say=display.say)
+        summary = (run_task or job.run_task)(config, observer=observe, stop=stop, say=display.say)
     if measured := meter.measured():
         remember(config.model, device_name(config.device), *measured)
     return summary

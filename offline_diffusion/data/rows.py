@@ -56,7 +56,11 @@ class RowFault:
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}"
-        return f"{where}: {self.column}={self.value}: {self.reason}" if self.column else f"{where}: {self.reason}"
+        return (
+            f"{where}: {self.column}={self.value}: {self.reason}"
+            if self.column
+            else f"{where}: {self.reason}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
