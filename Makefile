@@ -17,7 +17,7 @@ help:
 	@echo "make test         the tests that run on any machine"
 	@echo "make test-slow    the long ones"
 	@echo "make lint         ruff, mypy, import-linter"
-	@echo "make bench        benchmarks; on a machine without a GPU only a check that they run"
+	@echo "make bench        benchmarks; needs a CUDA GPU"
 	@echo "make clean        remove outputs and caches, not the environment"
 
 $(BIN)/python:
@@ -60,6 +60,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/installed
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench needs a CUDA GPU")'
 	$(BIN)/python benchmarks/bench_engine.py
 
 clean:
