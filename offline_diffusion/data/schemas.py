@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 IMAGE_TYPE = pa.struct([pa.field("bytes", pa.binary()), pa.field("path", pa.string())])
 """How ``datasets`` stores an ``Image`` feature."""
@@ -94,7 +96,7 @@ def images_schema(carried: pa.Schema) -> pa.Schema:
     """
     fields = [pa.field(name, type_) for name, type_ in _IMAGE_FIELDS]
     for name, field in zip(carried_names(carried), carried, strict=True):
-        fields.append(pa.field(name, field.type, metadata=field.metadata))
+        fields.append(pa.field(name, _loadable(field.type), metadata=field.metadata))
     schema = pa.schema(fields)
     info = {"info": {"features": _features(schema, carried)}}
     return schema.with_metadata({b"huggingface": json.dumps(info).encode()})
@@ -116,24 +118,42 @@ def carried_names(carried: pa.Schema) -> list[str]:
     return names
 
 
+def _loadable(type_: pa.DataType) -> pa.DataType:
+    """The type in which Parquet and ``datasets`` can hold a carried column: text as the last resort."""
+    import datasets
+
+    plain = _without_maps(type_)
+    schema = pa.schema([("column", plain)])
+    try:
+        datasets.Features.from_arrow_schema(schema)
+        pq.write_table(schema.empty_table(), io.BytesIO())
+    except (ValueError, NotImplementedError, pa.ArrowException):
+        return pa.string()
+    return plain
+
+
+def _without_maps(type_: pa.DataType) -> pa.DataType:
+    """``datasets`` has no maps: they become lists of their pairs."""
+    if pa.types.is_map(type_):
+        pair = [("key", _without_maps(type_.key_type)), ("value", _without_maps(type_.item_type))]
+        return pa.list_(pa.struct(pair))
+    if pa.types.is_struct(type_):
+        return pa.struct([(field.name, _without_maps(field.type)) for field in type_])
+    if pa.types.is_list(type_):
+        return pa.list_(_without_maps(type_.value_type))
+    return type_
+
+
 def _features(schema: pa.Schema, carried: pa.Schema) -> dict[str, Any]:
     import datasets
 
-    given = pa.schema(list(carried), metadata=carried.metadata)
-    given_features = dict(zip(carried_names(carried), carried.names, strict=True))
-    features: dict[str, Any] = {}
-    for field in schema:
-        try:
-            if field.name in given_features:
-                name = given_features[field.name]
-                one = pa.schema([given.field(name)], metadata=given.metadata)
-                features[field.name] = datasets.Features.from_arrow_schema(one)[name]
-            else:
-                features[field.name] = datasets.Features.from_arrow_schema(pa.schema([field]))[field.name]
-        except (ValueError, NotImplementedError):
-            continue  # a type that datasets lacks (a map): readers of plain Parquet still have it
+    features = datasets.Features.from_arrow_schema(schema)
+    names = zip(carried_names(carried), carried, strict=True)
+    kept = {name: field for name, field in names if schema.field(name).type == field.type}
+    given = datasets.Features.from_arrow_schema(pa.schema(list(kept.values()), metadata=carried.metadata))
+    features.update({name: given[field.name] for name, field in kept.items()})
     features["image"] = datasets.Image()
-    return dict(datasets.Features(features).to_dict())
+    return dict(features.to_dict())
 
 
 def schema_to_text(schema: pa.Schema) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from offline_diffusion.data.carried import carried_array
 from offline_diffusion.data.files import file_sha256, scratch_path
 from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, Shard
 from offline_diffusion.data.marker import PublishedFile
@@ -30,10 +31,6 @@ ROW_GROUP_ROWS = 10_000
 
 FILE_BYTES = 1_900_000_000
 """The images of a shard go on in another file before one grows beyond this."""
-
-
-def carried_array(values: list[Any], type_: pa.DataType) -> pa.Array:  # STAND-IN
-    return pa.array(values, type_)
 
 
 _IMAGE_BYTES = "image.bytes"

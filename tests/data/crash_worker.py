@@ -81,6 +81,27 @@ def fresh(out: Path) -> None:
     run_job(ledger, make_rows(5, images=2, faults=(1,)), failing={(4, 1): "nan"})
 
 
+def before_resume(out: Path) -> None:
+    """An earlier attempt left images of both shards."""
+    rows = make_rows(5, images=2, faults=(1,))
+    ledger = open_ledger(out, 5, 3)
+    sink = Sink(ledger)
+    for shard in ledger.shards:
+        part = rows_of(rows, shard)
+        sink.open_shard(shard, part, all_images(part))
+    for image in all_images(rows)[1:6]:
+        sink.submit(image.row // 3, image, make_output(image))
+    sink.close(abandon=True)
+
+
+def resume(out: Path) -> None:
+    """Does again only what was not there when the first attempt stopped."""
+    drawn: list[tuple[int, int]] = []
+    ledger = open_ledger(out, 5, 3)
+    run_job(ledger, make_rows(5, images=2, faults=(1,)), failing={(4, 1): "nan"}, drawn=drawn)
+    assert set(drawn) <= {(0, 0), (4, 0), (4, 1)}, drawn
+
+
 def before_retry(out: Path) -> None:
     rows = [*make_rows(3, images=2), make_fault(3)]
     run_job(open_ledger(out, 4, 4), rows, failing={(0, 1): "nan", (2, 0): "nan"})
@@ -108,7 +129,12 @@ def change(out: Path) -> None:
     run_job(ledger, NEW)
 
 
-SCENARIOS = {"fresh": (None, fresh), "retry": (before_retry, retry), "change": (before_change, change)}
+SCENARIOS = {
+    "fresh": (None, fresh),
+    "resume": (before_resume, resume),
+    "retry": (before_retry, retry),
+    "change": (before_change, change),
+}
 
 
 def crash(scenario: str, root: Path, step: int) -> None:

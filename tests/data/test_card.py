@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -74,6 +75,19 @@ def test_carried_columns_that_are_null_in_one_shard_load(tmp_path: Path) -> None
     ]
     run_job(open_ledger(out, 2, 1, carried_schema=carried), rows)
     assert load(out, "images", tmp_path / "cache")["note"][:] == [None, "seen"]
+
+
+def test_maps_and_taken_names_load(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    carried = pa.schema([("votes", pa.map_(pa.string(), pa.int64())), ("sha256", pa.string())])
+    values = {"votes": [("yes", 2**53 + 1), ("no", None)], "sha256": "theirs"}
+    row = make_rows(1)[0]
+    assert isinstance(row, ManifestRow)
+    run_job(open_ledger(out, 1, 1, carried_schema=carried), [replace(row, carried=values)])
+    (found,) = load(out, "images", tmp_path / "cache")
+    assert found["votes"] == [{"key": "yes", "value": 2**53 + 1}, {"key": "no", "value": None}]
+    assert found["manifest_sha256"] == "theirs"
+    assert len(found["sha256"]) == 64
 
 
 def test_a_card_that_somebody_edited_stays(tmp_path: Path) -> None:

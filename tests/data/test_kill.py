@@ -23,7 +23,7 @@ def worker(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("scenario", ["fresh", "retry", "change"])
+@pytest.mark.parametrize("scenario", ["fresh", "resume", "retry", "change"])
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_dying_before_any_change_of_the_disk_loses_nothing(tmp_path: Path, scenario: str, step: int) -> None:
     last = int(worker("crash", scenario, str(tmp_path), str(step)))

@@ -1,5 +1,3 @@
-import json
-
 import datasets
 import pyarrow as pa
 import pytest
@@ -72,11 +70,18 @@ def test_unusual_carried_types_keep_their_type(type_: pa.DataType) -> None:
     assert images_schema(pa.schema([("x", type_)])).field("x").type == type_
 
 
-def test_a_type_that_datasets_lacks_does_not_stop_us() -> None:
-    schema = images_schema(pa.schema([("x", pa.map_(pa.string(), pa.int32()))]))
-    features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-    assert "x" not in features
-    assert features["image"] == {"_type": "Image"}
+def test_maps_become_lists_of_pairs_which_datasets_has() -> None:
+    nested = pa.struct([("m", pa.list_(pa.map_(pa.string(), pa.int32())))])
+    schema = images_schema(pa.schema([("x", pa.map_(pa.string(), pa.int32())), ("y", nested)]))
+    pairs = pa.list_(pa.struct([("key", pa.string()), ("value", pa.int32())]))
+    assert schema.field("x").type == pairs
+    assert schema.field("y").type == pa.struct([("m", pa.list_(pairs))])
+    assert datasets.Features.from_arrow_schema(schema)["image"] == datasets.Image()
+
+
+@pytest.mark.parametrize("type_", [pa.month_day_nano_interval(), pa.dense_union([pa.field("a", pa.int32())])])
+def test_types_that_no_dataset_holds_become_text(type_: pa.DataType) -> None:
+    assert images_schema(pa.schema([("x", type_)])).field("x").type == pa.string()
 
 
 def test_a_schema_goes_through_text() -> None:
