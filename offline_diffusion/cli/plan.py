@@ -152,7 +152,7 @@ def _summary(config: JobConfig, plan: Plan, rate: Rate) -> str:
     ]  # fmt: skip
     if plan.num_guidance_off_rows:
         rows = plural(plan.num_guidance_off_rows, "row")
-        lines.append(("warning", f"guidance is off in {rows}: true_cfg_scale without a negative prompt"))
+        lines.append(("warning", f"guidance is off in {rows}: true_cfg_scale > 1 without a negative prompt"))
     lines += [("cannot draw", f"{plural(count, 'row')}: {why}") for why, count in _first(plan.faults)]
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 

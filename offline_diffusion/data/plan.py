@@ -116,7 +116,7 @@ class Plan:
     Args:
         num_rows, num_good_rows: All rows, and those the model can draw.
         num_images, num_cfg_images: Images, and those with both guidance branches.
-        num_guidance_off_rows: Rows that ask for guidance but have no negative prompt.
+        num_guidance_off_rows: Rows whose true_cfg_scale is without effect for want of a negative prompt.
         resolutions: ``(width, height)`` drawn → images, most frequent first.
         inference_steps: Denoise steps → images, ascending.
         faults: What the model cannot draw: reason → rows.
@@ -268,10 +268,10 @@ class PlanBuilder:
         negative = defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt
         asked = defaults.true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale
         scale = self._capabilities.default_true_cfg_scale if asked is None else asked
-        if scale > 1 and negative is not None:
-            tokens.append(min(estimate_text_tokens(negative), limit))
-        elif asked is not None and asked > 1:
+        if scale > 1 and negative is None:
             self._totals.num_guidance_off_rows += 1
+        elif scale > 1 and negative is not None:
+            tokens.append(min(estimate_text_tokens(negative), limit))
         return tokens
 
     def _lora_fault(self, params: SamplingParams) -> str | None:

@@ -177,7 +177,7 @@ def test_rows_whose_guidance_is_off_for_want_of_a_negative_prompt() -> None:
     ):
         builder.add(make_row(number, **params))
     plan = builder.finish()
-    assert (plan.num_guidance_off_rows, plan.num_cfg_images) == (1, 1)
+    assert (plan.num_guidance_off_rows, plan.num_cfg_images) == (2, 1)  # the model's default is 4
 
 
 def test_dict_has_json_types() -> None:
