@@ -255,7 +255,7 @@ def test_bad_sizes_are_faults_by_default(tmp_path: Path) -> None:
 
 def test_max_failures_counts_faulty_rows_even_where_no_row_is_good(tmp_path: Path) -> None:
     manifest = write_jsonl(tmp_path / "m.jsonl", [BASE | {"prompt": ""}] * 50)
-    with pytest.raises(TooManyFailuresError, match="12 of 12 .*--max-failures is 10"):
+    with pytest.raises(TooManyFailuresError, match=r"12 of 12 .*--max-failures is 10"):
         Runner().run(manifest, tmp_path / "out", max_failures="10", shard_size=3)
     summary = Runner().run(manifest, tmp_path / "out", max_failures="50", shard_size=3)
     assert summary.num_quarantined_rows == 50
