@@ -18,7 +18,7 @@ def duration(seconds: float | None) -> str:
     """``12 s``, ``3 min 20 s``, ``5 h 02 min``, ``3 d 04 h``; ``unknown`` for None."""
     if seconds is None or not math.isfinite(seconds):
         return "unknown"
-    if seconds < 10:
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     minutes, secs = divmod(whole, 60)

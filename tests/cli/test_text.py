@@ -22,6 +22,7 @@ def test_quantity(value: float, text: str) -> None:
         (float("inf"), "unknown"),
         (0.04, "0.0 s"),
         (9.94, "9.9 s"),
+        (9.96, "10 s"),
         (59.4, "59 s"),
         (59.6, "1 min 00 s"),
         (3599.7, "1 h 00 min"),
