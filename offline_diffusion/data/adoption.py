@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -31,6 +32,7 @@ from offline_diffusion.data.marker import Marker, read_marker
 from offline_diffusion.data.partial import ImageKey, Record, scan_partials
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.schemas import IMAGE_COLUMNS, METRICS_SCHEMA, images_schema
+from offline_diffusion.errors import JobError
 
 _NOT_RESULTS = {"id", "row", "image_index", "status", "prompt", "image"}
 _RESULT_COLUMNS = [name for name in IMAGE_COLUMNS if name not in _NOT_RESULTS]
@@ -40,16 +42,37 @@ Identity = tuple[str, str, int]
 """``(id, row_hash, image_index)``: the same in two manifests means the same image."""
 
 
+@contextlib.contextmanager
+def _readable(folder: Path, shard: Shard) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise JobError(
+            f"published {shard.stem} in {folder} cannot be read: {error}",
+            hint=f"delete its marker {shard.stem}.json there and run the same command: it is made again",
+        ) from error
+
+
 def published_records(folder: Path, shard: Shard) -> Iterator[tuple[str, Record]]:
-    """The good images of a published shard with their ids, one at a time."""
+    """The good images of a published shard with their ids, one at a time.
+
+    Raises:
+        JobError: It is damaged.
+    """
+    with _readable(folder, shard):
+        yield from _published_records(folder, shard)
+
+
+def _published_records(folder: Path, shard: Shard) -> Iterator[tuple[str, Record]]:
     metrics = _good_metrics(folder, shard)
     columns = ["row", "image_index", "image", *_RESULT_COLUMNS]
     for path in table_files(folder, IMAGES, shard):
         for batch in pq.ParquetFile(path).iter_batches(_BATCH_ROWS, columns=columns):
             for values in batch.to_pylist():
-                cost = next(metrics)
                 key = values["row"], values["image_index"]
-                assert (cost["row"], cost["image_index"]) == key, "images and metrics of a shard disagree"
+                cost = next(metrics, None)
+                if cost is None or (cost["row"], cost["image_index"]) != key:
+                    raise pa.ArrowInvalid(f"image {key[1]} of row {key[0]} is not in its metrics")
                 result = {name: values[name] for name in _RESULT_COLUMNS}
                 result |= {name: value for name, value in cost.items() if name not in _NOT_RESULTS}
                 yield cost["id"], Record(*key, "ok", values["image"]["bytes"], result)
@@ -88,10 +111,11 @@ class _Source:
                 yield record_id, record.result["row_hash"], record.image_index
             return
         columns = ["id", "row_hash", "image_index", "status"]
-        for path in table_files(self.folder, METRICS, self.shard):
-            for values in pq.ParquetFile(path).read(columns=columns).to_pylist():
-                if values["status"] == "ok":
-                    yield values["id"], values["row_hash"], values["image_index"]
+        with _readable(self.folder, self.shard):
+            for path in table_files(self.folder, METRICS, self.shard):
+                for values in pq.ParquetFile(path).read(columns=columns).to_pylist():
+                    if values["status"] == "ok":
+                        yield values["id"], values["row_hash"], values["image_index"]
 
 
 class Superseded:
@@ -137,17 +161,27 @@ class Superseded:
             row.content_hash for row in rows
         ):
             return None
+        with _readable(folder, shard):
+            return marker if self._same_contents(folder, shard, rows, images) else None
+
+    def _same_contents(
+        self,
+        folder: Path,
+        shard: Shard,
+        rows: Sequence[ManifestRow | RowFault],
+        images: Collection[ImageKey],
+    ) -> bool:
         schema = images_schema(self._ledger.job.identity.carried_schema)
         found = [pq.read_schema(path) for path in table_files(folder, IMAGES, shard)]
         if not all(each.equals(schema) and each.metadata == schema.metadata for each in found):
-            return None
+            return False
         columns = ["row", "id", "row_hash", "image_index"]
         tables = [pq.ParquetFile(path).read(columns=columns) for path in table_files(folder, METRICS, shard)]
         old = pa.concat_tables(tables).to_pylist()
         old_rows = list(dict.fromkeys((values["row"], values["id"], values["row_hash"]) for values in old))
         old_images = {(v["row"], v["image_index"]) for v in old if v["image_index"] is not None}
         same_rows = old_rows == [(row.row, row.id, row.content_hash) for row in rows]
-        return marker if same_rows and old_images == set(images) else None
+        return same_rows and old_images == set(images)
 
     def _link(self, folder: Path, marker: Marker) -> bool:
         out = self._ledger.out

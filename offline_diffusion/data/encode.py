@@ -15,6 +15,12 @@ from offline_diffusion.config import ImageFormat
 Pixels = npt.NDArray[np.uint8]
 """RGB, ``[height, width, 3]``."""
 
+ENCODE_ERRORS = (ValueError, OSError, MemoryError, PIL.Image.DecompressionBombError)
+"""What ``encode_image`` raises when a format cannot hold an image."""
+
+DECODE_ERRORS = (*ENCODE_ERRORS, SyntaxError)
+"""What ``decode_image`` raises for a damaged image."""
+
 _SAVE_OPTIONS: dict[ImageFormat, dict[str, Any]] = {
     # Level 3 takes 1.5 times as long for a file 1 to 8 % smaller, level 6 three times for 15 %.
     "png": {"format": "PNG", "compress_level": 1},
@@ -38,7 +44,7 @@ def encode_image(pixels: Pixels, image_format: ImageFormat) -> tuple[bytes, str]
         The file's bytes, and the SHA-256 of the pixels that a reader of them decodes.
 
     Raises:
-        ValueError, OSError: The format cannot hold the image (WebP ends at 16,383 pixels a side).
+        One of ENCODE_ERRORS: The format cannot hold it (WebP ends at 16,383 pixels a side).
     """
     pixels = np.ascontiguousarray(pixels)
     file = io.BytesIO()
@@ -52,7 +58,7 @@ def decode_image(data: bytes) -> Pixels:
     """The pixels of an encoded image.
 
     Raises:
-        OSError, ValueError, SyntaxError: It is damaged.
+        One of DECODE_ERRORS: It is damaged.
     """
     with PIL.Image.open(io.BytesIO(data)) as image:
         return np.asarray(image.convert("RGB"))

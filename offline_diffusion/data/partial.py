@@ -1,7 +1,8 @@
 """A shard's unfinished images on disk: append-only, so a crash costs at most the last record.
 
-Each attempt at a shard writes one new file, an Arrow IPC stream with one record batch an image;
-nothing is ever truncated or appended over. Readers take every whole record and stop at a torn one.
+Kill -9 costs nothing that was appended, a power loss what was appended since the last sync. Each attempt
+at a shard writes one new file, an Arrow IPC stream with one record batch an image; nothing is ever
+truncated or appended over. Readers take every whole record and stop at a torn one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,6 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 
 from offline_diffusion.errors import JobError
-
-SYNC_INTERVAL_S = 1.0
-"""A power loss costs at most about this much; kill -9 costs nothing."""
 
 PARTIAL_SCHEMA = pa.schema(
     [
@@ -91,8 +88,7 @@ class PartialWriter:
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._offset = 0
-        self._synced_at = time.monotonic()
-        self._whole = True
+        self._whole = self._synced = True
         self._write(PARTIAL_SCHEMA.serialize())
 
     def append(self, record: Record) -> Slot:
@@ -104,13 +100,11 @@ class PartialWriter:
         assert self._whole, "append after a failed write"
         offset = self._offset
         self._write(_to_batch(record).serialize())
-        if time.monotonic() - self._synced_at >= SYNC_INTERVAL_S:
-            self.sync()
         return Slot(self.path, offset, self._offset - offset, record.status)
 
     def _write(self, data: pa.Buffer) -> None:
         view = memoryview(data)
-        self._whole = False
+        self._whole = self._synced = False
         while view.nbytes:
             written = os.write(self._fd, view)
             self._offset += written
@@ -119,8 +113,9 @@ class PartialWriter:
 
     def sync(self) -> None:
         """Makes everything appended survive a power loss."""
-        os.fsync(self._fd)
-        self._synced_at = time.monotonic()
+        if not self._synced:
+            os.fsync(self._fd)
+            self._synced = True
 
     def close(self) -> None:
         if self._fd >= 0:

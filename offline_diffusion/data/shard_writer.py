@@ -116,6 +116,11 @@ class ShardWriter:
         return set(self._slots)
 
     @property
+    def num_ok(self) -> int:
+        """Good images among the finished."""
+        return sum(slot.status == "ok" for slot in self._slots.values())
+
+    @property
     def missing(self) -> set[ImageKey]:
         """Images that are still to be made."""
         return self._expected - self._slots.keys()
@@ -247,13 +252,12 @@ class ShardWriter:
         }
 
     def _marker(self, files: list[PublishedFile]) -> Marker:
-        num_ok = sum(slot.status == "ok" for slot in self._slots.values())
         return Marker(
             shard=self.shard.index,
             start=self.shard.start,
             stop=self.shard.stop,
-            num_ok=num_ok,
-            num_failed=len(self._slots) - num_ok,
+            num_ok=self.num_ok,
+            num_failed=len(self._slots) - self.num_ok,
             num_invalid_rows=sum(isinstance(row, RowFault) for row in self._rows),
             files=tuple(files),
             task=self._task,

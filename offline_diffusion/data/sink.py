@@ -17,7 +17,7 @@ from typing import Any
 from offline_diffusion.config import ImageFormat
 from offline_diffusion.data.adoption import Superseded, published_records
 from offline_diffusion.data.card import write_card
-from offline_diffusion.data.encode import crop_centre, encode_image
+from offline_diffusion.data.encode import ENCODE_ERRORS, crop_centre, encode_image
 from offline_diffusion.data.files import disk_errors
 from offline_diffusion.data.heartbeat import INTERVAL_S, Heartbeat, OpenShard, write_heartbeat
 from offline_diffusion.data.layout import Shard
@@ -136,7 +136,9 @@ class Sink:
         finished = writer.finished
         with self._room:
             self._open[shard.index] = writer
-            self._heartbeat.shards[shard.index] = OpenShard(num_images=len(keys), num_ok=len(finished))
+            self._heartbeat.shards[shard.index] = OpenShard(
+                num_images=len(keys), num_ok=writer.num_ok, num_failed=len(finished) - writer.num_ok
+            )
         self._count(num_recovered=len(finished))
         if writer.complete:
             self._admit(0)
@@ -178,10 +180,10 @@ class Sink:
         if self._stopped.is_set():
             return
         self._settle()
-        self._encoders.shutdown()
-        self._writer.shutdown()
         self._stopped.set()
         self._beater.join()
+        self._encoders.shutdown()
+        self._writer.shutdown()
         for writer in self._open.values():
             writer.close()
         failed = abandon or self._error is not None
@@ -310,11 +312,13 @@ class Sink:
         self._writer.submit(self._guarded, self._sync, None).result()
 
     def _sync(self) -> None:
+        """A power loss costs at most what was written since."""
         for writer in self._open.values():
             writer.sync()
 
     def _beat_on(self) -> None:
         while not self._stopped.wait(INTERVAL_S):
+            self._writer.submit(self._guarded, self._sync, None)
             with contextlib.suppress(JobError):  # not worth stopping for: the next image will tell
                 self._beat()
 
@@ -355,7 +359,7 @@ def make_record(
     if output.status == "ok":
         try:
             data, sha256 = _encode_output(image, output, image_format)
-        except (ValueError, OSError, MemoryError) as problem:
+        except ENCODE_ERRORS as problem:
             error_type, error = "encode_error", f"cannot encode as {image_format}: {problem}"
     result: dict[str, Any] = asdict(output.metrics) | {
         "id": image.id,

@@ -144,6 +144,8 @@ def _shards(
         for index, counts in beat.shards.items():
             if index not in markers:
                 found[index] = _open_shard(index, counts, beat, alive=beat.alive(now))
+            elif beat.alive(now):  # its failures are being retried
+                found[index] = replace(found[index], state="running")
     for path in ledger.partials.glob("*.arrows"):
         index = int(path.name.split(".")[0].split("-")[1])
         found.setdefault(index, ShardStatus(shard=index, state="begun"))

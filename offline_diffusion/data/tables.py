@@ -145,7 +145,7 @@ def images_writer(scratch: Path, shard: Shard, carried: pa.Schema) -> TableWrite
     sources = list(zip(carried_names(carried), carried.names, strict=True))
 
     def build(rows: list[Row]) -> pa.Table:
-        columns = [pa.array([row[name] for row in rows], schema.field(name).type) for name in IMAGE_COLUMNS]
+        columns = [_array([row[name] for row in rows], schema.field(name).type) for name in IMAGE_COLUMNS]
         for name, source in sources:
             values = [row["carried"].get(source) for row in rows]
             columns.append(carried_array(values, schema.field(name).type))
@@ -166,10 +166,16 @@ def failures_writer(scratch: Path, shard: Shard) -> TableWriter:
 
 def _plain_writer(scratch: Path, table: str, shard: Shard, schema: pa.Schema) -> TableWriter:
     def build(rows: list[Row]) -> pa.Table:
-        columns = [pa.array([row.get(field.name) for row in rows], field.type) for field in schema]
+        columns = [_array([row.get(field.name) for row in rows], field.type) for field in schema]
         return pa.Table.from_arrays(columns, schema=schema)
 
     return TableWriter(scratch, table, shard.stem, schema, build)
+
+
+def _array(values: list[Any], type_: pa.DataType) -> pa.Array:
+    if pa.types.is_string(type_):  # half of a surrogate pair is no text to Arrow
+        values = [value and value.encode("utf-8", "replace").decode() for value in values]
+    return pa.array(values, type_)
 
 
 def _parquet_options(schema: pa.Schema) -> dict[str, Any]:

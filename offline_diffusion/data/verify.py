@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from offline_diffusion.data.encode import decode_image, pixels_sha256
+from offline_diffusion.data.encode import DECODE_ERRORS, decode_image, pixels_sha256
 from offline_diffusion.data.files import file_sha256
 from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, TABLES, Shard, table_files
 from offline_diffusion.data.ledger import Ledger
@@ -137,14 +137,21 @@ def verify_shards(out: Path, *, num_threads: int | None = None) -> Iterator[Shar
 
 
 def find_strays(ledger: Ledger) -> list[Problem]:
-    """Published-looking files that no marker speaks of; those of unfinished shards are replaced later."""
+    """Files in the tables' folders that no marker speaks of: a reader of the folder would take them in.
+
+    A run that dies while it publishes leaves some; the next run replaces them.
+    """
     known = {file.path for marker in _readable_markers(ledger) for file in marker.files}
     strays = []
     for table in TABLES:
         for path in sorted((ledger.out / table).glob("*")):
             name = f"{table}/{path.name}"
             if name not in known and not path.name.startswith("."):
-                strays.append(Problem(name, "is not part of any published shard"))
+                strays.append(
+                    Problem(
+                        name, "belongs to no published shard; if its shard is begun the next run replaces it"
+                    )
+                )
     return strays
 
 
@@ -290,7 +297,7 @@ class _ShardCheck:
 def _image_fault(values: dict[str, Any]) -> str | None:
     try:
         pixels = decode_image(values["image"]["bytes"])
-    except (OSError, ValueError, SyntaxError, TypeError) as error:
+    except (*DECODE_ERRORS, TypeError) as error:
         return f"does not decode: {error}"
     if pixels.shape != (values["height"], values["width"], 3):
         return f"is {pixels.shape[1]}x{pixels.shape[0]}, recorded is {values['width']}x{values['height']}"

@@ -33,7 +33,9 @@ def make_row(
         id=row_id,
         file="prompts.jsonl",
         line=number + 1,
-        content_hash=hashlib.sha256(f"{row_id}|{prompt}|{images}".encode()).hexdigest()[:16],
+        content_hash=hashlib.sha256(f"{row_id}|{prompt}|{images}".encode("utf-8", "replace")).hexdigest()[
+            :16
+        ],
         prompt=prompt,
         params=SamplingParams(num_images_per_prompt=images),
         carried={"tag": f"t{row_id}", "weight": 0.5 if number % 2 else None, "scores": [number, 2**60]},

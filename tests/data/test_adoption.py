@@ -25,6 +25,7 @@ from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.rows import ManifestRow
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.data.verify import verify
+from offline_diffusion.errors import JobError
 
 
 def rows_with_ids(ids: list[str]) -> list[Any]:
@@ -142,6 +143,19 @@ def test_when_the_state_was_deleted_images_are_still_kept(tmp_path: Path) -> Non
     change(tmp_path, rows, 2)
     shutil.rmtree(tmp_path / "_state")
     assert change(tmp_path, rows_with_ids(["c", "z", "a"]), 2) == [(1, 0)]
+
+
+def test_a_damaged_published_shard_is_named(tmp_path: Path) -> None:
+    rows = rows_with_ids(["a", "b"])
+    run_job(open_ledger(tmp_path, 2, 2, options={"image_format": "png"}), rows, failing={(1, 0): "nan"})
+    path = tmp_path / "images" / "shard-00000.parquet"
+    path.write_bytes(path.read_bytes()[:-9])
+    ledger = open_ledger(tmp_path, 2, 2, options={"image_format": "png"})
+    with pytest.raises(JobError, match=r"published shard-00000 .* cannot be read"):
+        run_job(ledger, rows, retry_failed=True)
+    ledger.marker_path(ledger.shards[0]).unlink()
+    run_job(ledger, rows)
+    assert verify(tmp_path, num_threads=1).ok
 
 
 def _change_at(out: Path, gate: Any, results: "multiprocessing.Queue[str]") -> None:

@@ -1,6 +1,7 @@
 import errno
 import hashlib
 import os
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -135,6 +136,16 @@ def test_the_published_tables_hold_what_was_made(tmp_path: Path) -> None:
             "error_type": "invalid_row",
         },
     ]
+
+
+def test_text_that_is_no_unicode_does_not_stop_a_shard(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 2, 4)
+    rows: Rows = [make_row(0, text="half a \ud83d pair"), replace(make_fault(1), value="\udc00", id="\ud800")]
+    writer = open_writer(ledger, rows)
+    writer.append(to_record(rows, make_images(rows[0])[0]))
+    writer.publish()
+    assert read_table(tmp_path, "images")[0]["prompt"] == "half a ? pair"
+    assert read_table(tmp_path, "failures")[0]["value"] == "?"
 
 
 def test_marker_names_every_file_with_its_checksum(tmp_path: Path) -> None:

@@ -79,6 +79,20 @@ def test_a_running_job_shows_its_rate_and_what_is_left(
     assert [task.state for task in read_status(tmp_path).tasks] == ["stopped"]
 
 
+def test_a_shard_whose_failures_are_retried_runs_again(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 2, 2)
+    rows = make_rows(2)
+    run_job(ledger, rows, failing={(1, 0): "nan"})
+    sink = Sink(ledger)
+    sink.open_shard(ledger.shards[0], rows, all_images(rows), retry_failed=True)
+    sink._beat()
+    status = read_status(tmp_path)
+    assert [(s.state, s.num_ok, s.num_failed) for s in status.shards] == [("running", 1, 1)]
+    assert status.num_shards_done == 1
+    sink.close(abandon=True)
+    assert [s.state for s in read_status(tmp_path).shards] == ["done"]
+
+
 def test_partials_without_a_heartbeat_are_begun(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4, 2)
     rows = make_rows(4)
