@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -211,13 +212,13 @@ class CarriedTypes:
     def __init__(self) -> None:
         self._declared: dict[str, list[pa.DataType]] = {}
         self._seen: dict[str, JsonColumn] = {}
-        self._metadata: dict[str, dict[bytes, bytes]] = {}
+        self._features: dict[str, Any] = {}
 
-    def declare(self, name: str, found: pa.DataType, metadata: Mapping[bytes, bytes] | None = None) -> None:
-        """Takes a type that a file declares, with what its field is to remember."""
+    def declare(self, name: str, found: pa.DataType, feature: Any = None) -> None:
+        """Takes a type that a file declares, and its ``datasets`` feature where it has one."""
         self._declared.setdefault(name, []).append(found)
-        if metadata:
-            self._metadata.setdefault(name, dict(metadata))
+        if feature is not None:
+            self._features.setdefault(name, feature)
 
     def observe(self, carried: Mapping[str, Any]) -> None:
         """Takes the values of a row whose file declares no types."""
@@ -228,16 +229,18 @@ class CarriedTypes:
             column.add(value)
 
     def schema(self) -> pa.Schema:
-        """A field for each column, in the order of first appearance."""
+        """A field for each column, in the order of first appearance.
+
+        ``datasets`` features such as Image are kept in the metadata, as ``datasets`` itself does.
+        """
         fields = []
         for name in dict.fromkeys([*self._declared, *self._seen]):
             types = list(self._declared.get(name, []))
             if name in self._seen:
                 types.append(self._seen[name].unified())
-            unified = unify_types(types)
-            metadata = None if pa.types.is_string(unified) else self._metadata.get(name)
-            fields.append(pa.field(name, unified, metadata=metadata))
-        return pa.schema(fields)
+            fields.append(pa.field(name, unify_types(types)))
+        info = {"info": {"features": self._features}}
+        return pa.schema(fields, {b"huggingface": json.dumps(info).encode()} if self._features else None)
 
 
 def carried_array(values: list[Any], type: pa.DataType) -> pa.Array:

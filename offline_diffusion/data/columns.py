@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from offline_diffusion.data.readers.base import BrokenRecord, Record
 from offline_diffusion.data.rows import ManifestRow, RowFault
+from offline_diffusion.data.schemas import IMAGE_COLUMNS
 from offline_diffusion.data.values import (
     PARAM_CONVERTERS,
     SURROGATE_REASON,
@@ -40,13 +41,8 @@ KNOWN_COLUMNS = ("id", "prompt", *PARAM_CONVERTERS)
 SIZE = "size"
 """Text WIDTHxHEIGHT: stands for ``height`` and ``width`` where a row has neither."""
 
-OUTPUT_COLUMNS = frozenset(
-    {
-        *("id", "row", "image_index", "prompt", "negative_prompt", "seed", "width", "height"),
-        *("num_inference_steps", "true_cfg_scale", "guidance_scale", "image", "sha256"),
-    }
-)
-"""Columns of the ``images`` table; a carried column of such a name gets ``_carried`` appended."""
+OUTPUT_COLUMNS = frozenset(IMAGE_COLUMNS)
+"""A carried column of such a name gets ``_carried`` appended."""
 
 MAX_CARRIED_COLUMNS = 4096
 MAX_NOTES = 100

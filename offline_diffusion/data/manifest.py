@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import lzma
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
-
-import pyarrow as pa
 
 from offline_diffusion.data.columns import (
     ColumnPlan,
@@ -17,7 +14,8 @@ from offline_diffusion.data.columns import (
     flatten_openai_schema,
     is_openai_line,
 )
-from offline_diffusion.data.readers.base import BrokenRecord, DamagedError, Reader, Record, RowCursor, Stamp
+from offline_diffusion.data.readers.base import BrokenRecord, Reader, Record, RowCursor, Stamp
+from offline_diffusion.data.readers.files import DAMAGED_HINT, READ_ERRORS
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.sources import SourceExpander
 from offline_diffusion.errors import ManifestError, did_you_mean
@@ -26,9 +24,6 @@ NUM_SAMPLE_ROWS = 200
 NO_LIMIT = 2**63 - 1
 
 DUPLICATE_REASON = "an earlier row has the same id"
-
-_READ_ERRORS = (DamagedError, OSError, EOFError, pa.ArrowException, lzma.LZMAError)
-"""What a file that breaks off or is damaged midway raises."""
 
 
 class Manifest:
@@ -106,10 +101,10 @@ class Manifest:
                     record = next(records)
                 except StopIteration as end:
                     return int(end.value)
-                except _READ_ERRORS as error:
+                except READ_ERRORS as error:
                     raise ManifestError(
                         f"{name}: cannot be read beyond about row {row - first_row} of it: {error}",
-                        hint="is the file cut off or damaged?",
+                        hint=DAMAGED_HINT,
                     ) from None
                 row = record.row + 1
                 yield build(name, record)
@@ -214,8 +209,8 @@ def _sample(file: Reader) -> list[Record]:
     records = file.records(0, RowCursor([range(NUM_SAMPLE_ROWS)]))
     try:
         return list(islice(records, NUM_SAMPLE_ROWS))
-    except _READ_ERRORS as error:
-        raise ManifestError(f"{file.name}: cannot be read: {error}") from None
+    except READ_ERRORS as error:
+        raise ManifestError(f"{file.name}: cannot be read: {error}", hint=DAMAGED_HINT) from None
     finally:
         records.close()
 

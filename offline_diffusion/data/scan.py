@@ -6,7 +6,6 @@ import base64
 import hashlib
 import io
 import json
-import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ import pyarrow as pa
 
 from offline_diffusion.data.carried import CarriedTypes
 from offline_diffusion.data.columns import flatten_openai_schema
+from offline_diffusion.data.files import replace_file, to_json
 from offline_diffusion.data.manifest import Manifest
 from offline_diffusion.data.readers.arrow import huggingface_features
 from offline_diffusion.data.rows import ManifestRow, RowFault
@@ -75,8 +75,8 @@ class ManifestIndex:
         num_rows: All rows, faulty ones included.
         num_faults: Rows that are faulty or repeat an id.
         num_images: Images that the good rows ask for.
-        carried_schema: A field for each carried column; see ``carried.carried_array``. A field of a
-            ``datasets`` feature such as Image keeps it as JSON under ``huggingface`` in its metadata.
+        carried_schema: A field for each carried column; see ``carried.carried_array``. Features of
+            ``datasets``, such as Image, are in its metadata.
         duplicates: Rows whose id an earlier good row has; for ``Manifest.read``.
         fingerprint: Of the manifest, see ``Manifest.fingerprint``.
     """
@@ -106,8 +106,8 @@ class ManifestIndex:
             "duplicates_digest": _digest(buffer.getvalue()),
             "fingerprint": self.fingerprint,
         }
-        _write_at_once(folder / DUPLICATES_FILE, buffer.getvalue())
-        _write_at_once(folder / INDEX_FILE, json.dumps(content, indent=1).encode())
+        replace_file(folder / DUPLICATES_FILE, buffer.getvalue(), folder)
+        replace_file(folder / INDEX_FILE, to_json(content), folder)
 
     @classmethod
     def load(cls, folder: Path) -> ManifestIndex | None:
@@ -127,15 +127,6 @@ class ManifestIndex:
 
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def _write_at_once(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
 
 
 class IdTable:
@@ -225,8 +216,7 @@ def declared_types(manifest: Manifest) -> CarriedTypes:
         for column, name in plan.carried:
             feature = features.get(column)
             is_special = isinstance(feature, dict) and feature.get("_type") not in (None, "Value")
-            metadata = {b"huggingface": json.dumps(feature).encode()} if is_special else None
-            types.declare(name, schema.field(column).type, metadata)
+            types.declare(name, schema.field(column).type, feature if is_special else None)
     return types
 
 

@@ -202,7 +202,7 @@ def _files_below(source: str, fs: fsspec.AbstractFileSystem, path: str) -> list[
         ]
         named = [(os.path.join(source, inner), inner, file) for inner, file in found]
     visible = [
-        (inner, DataFile(name, fs, file))
+        (inner, DataFile(_printable(name), fs, file))
         for name, inner, file in named
         if not any(part.startswith((".", "_")) for part in PurePosixPath(inner).parts)
     ]
@@ -214,11 +214,16 @@ def _local_file(name: str, path: str) -> DataFile:
     try:
         is_regular = stat.S_ISREG(os.stat(path).st_mode)
         if is_regular:
-            return DataFile(name, _LOCAL, path)
+            return DataFile(_printable(name), _LOCAL, path)
         with Path(path).open("rb") as stream:
             return _spooled(name, stream)
     except OSError as error:
         raise ManifestError(f"{name}: cannot be read: {error}") from None
+
+
+def _printable(name: str) -> str:
+    """A file name as text: bytes that are not UTF-8 become escapes."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _spooled_stdin() -> DataFile:

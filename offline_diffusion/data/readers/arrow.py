@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from offline_diffusion.data.readers.base import BrokenRecord, Record, Records, RowCursor, Stamp
 from offline_diffusion.data.readers.delimited import require_unique
-from offline_diffusion.data.readers.files import DataFile, digest_of, missing_codec
+from offline_diffusion.data.readers.files import DataFile, digest_of, require_codec
 from offline_diffusion.data.readers.lines import FileReader
 from offline_diffusion.data.values import show
 from offline_diffusion.errors import ManifestError
@@ -57,8 +57,8 @@ class ParquetReader(FileReader):
         group = self._footer.row_group(0)
         for index in range(group.num_columns):
             codec = group.column(index).compression.lower()
-            if codec != "uncompressed" and not _codec_works(codec):
-                raise missing_codec(self.name, codec, "pip install --force-reinstall pyarrow")
+            if codec != "uncompressed":
+                require_codec(self.name, codec)
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         row = first_row
@@ -74,13 +74,6 @@ class ParquetReader(FileReader):
                 if cursor.done:
                     break
         return row - first_row
-
-
-def _codec_works(codec: str) -> bool:
-    try:
-        return bool(pa.Codec.is_available(codec))
-    except ValueError:  # a codec that Arrow does not know at all, such as lzo
-        return False
 
 
 def _batch_rows(group: pq.RowGroupMetaData) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from offline_diffusion.data.readers.base import BrokenRecord, Record, Records, RowCursor, broken
-from offline_diffusion.data.readers.files import MAX_LINE_BYTES, ByteStream, iter_lines
+from offline_diffusion.data.readers.files import MAX_LINE_BYTES, ByteStream, iter_whole_lines, without_ending
 from offline_diffusion.data.readers.lines import TOO_LONG, FileReader
 from offline_diffusion.data.values import show
 from offline_diffusion.errors import ManifestError
@@ -87,8 +87,9 @@ def require_unique(name: str, columns: tuple[str, ...]) -> None:
 def split_records(stream: ByteStream, delimiter: str) -> Iterator[tuple[int, list[str] | BrokenRecord]]:
     """The number of the first line and the cells of each record; blank lines are none."""
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
-    lines = _Lookahead(iter_lines(stream))
-    for number, line in lines:
+    lines = _Lookahead(iter_whole_lines(stream))
+    for number, whole in lines:
+        line = without_ending(whole)
         if not line or (line.isspace() and delimiter not in line.decode("latin-1")):
             continue
         if len(line) > MAX_LINE_BYTES:
@@ -96,7 +97,7 @@ def split_records(stream: ByteStream, delimiter: str) -> Iterator[tuple[int, lis
         elif b'"' not in line:
             yield number, _checked(line, line.decode("utf-8", "surrogateescape").split(delimiter))
         else:
-            yield number, _quoted(line, lines, delimiter)
+            yield number, _quoted(whole, lines, delimiter)
 
 
 class _Lookahead:
@@ -127,14 +128,14 @@ class _Lookahead:
             self._ahead.popleft()
 
 
-def _quoted(line: bytes, lines: _Lookahead, delimiter: str) -> list[str] | BrokenRecord:
-    """The cells of a record that starts with ``line`` and may go on in the next lines."""
-    raw, taken = line, 0
+def _quoted(whole: bytes, lines: _Lookahead, delimiter: str) -> list[str] | BrokenRecord:
+    """The cells of a record that starts with the line ``whole`` and may go on in the next lines."""
+    raw, line = whole, without_ending(whole)
     try:
         cells = _parse(raw, delimiter)
         if cells is None:
             for taken, more in enumerate(lines.ahead(), start=1):
-                raw += b"\n" + more
+                raw += more
                 if len(raw) > MAX_LINE_BYTES:
                     break
                 # Only a line with a quote can close the open one.
@@ -157,7 +158,7 @@ def _parse(raw: bytes, delimiter: str) -> list[str] | None:
     Raises:
         csv.Error: Something follows a closing quote.
     """
-    text = raw.decode("utf-8", "surrogateescape")
+    text = without_ending(raw).decode("utf-8", "surrogateescape")
     try:
         return next(csv.reader([text], delimiter=delimiter, strict=True))
     except csv.Error as error:

@@ -76,7 +76,7 @@ class _Element:
         raw = bytes(self.raw)
         lead = len(raw) - len(raw.lstrip())
         line = self.line + raw.count(b"\n", 0, lead)
-        return line, raw.strip()
+        return line, raw if len(raw) > MAX_LINE_BYTES else raw.strip()
 
 
 class ElementSplitter:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import importlib
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -15,8 +15,20 @@ import fsspec
 import fsspec.implementations.local
 import pyarrow as pa
 
-from offline_diffusion.data.readers.base import Stamp
+from offline_diffusion.data.readers.base import DamagedError, Stamp
 from offline_diffusion.errors import ManifestError
+
+try:
+    import lzma
+except ImportError:  # Python can be built without it
+    lzma = None  # type: ignore[assignment]
+
+READ_ERRORS: tuple[type[Exception], ...] = (DamagedError, OSError, EOFError, pa.ArrowException)
+"""What a file that breaks off or is damaged raises."""
+if lzma is not None:
+    READ_ERRORS += (lzma.LZMAError,)
+
+DAMAGED_HINT = "is the file cut off or damaged?"
 
 ByteStream: TypeAlias = "io.BufferedReader[Any]"
 
@@ -69,16 +81,21 @@ class DataFile:
         except Exception as error:  # each file system has errors of its own
             raise ManifestError(f"{self.name}: cannot be opened: {error}") from None
 
-    def open_decompressed(self) -> ByteStream:
+    @contextlib.contextmanager
+    def open_decompressed(self) -> Iterator[ByteStream]:
         """The bytes with every layer of compression taken off, detected by content.
 
         Raises:
             ManifestError: It cannot be opened, or this installation lacks the codec.
         """
-        stream: ByteStream = io.BufferedReader(cast(io.RawIOBase, self.open()), BUFFER_BYTES)
-        while (codec := detect_codec(stream.peek(8)[:8])) is not None:
-            stream = io.BufferedReader(_decompress(stream, codec, self.name), BUFFER_BYTES)
-        return stream
+        with contextlib.ExitStack() as layers:
+            stream: ByteStream = layers.enter_context(
+                io.BufferedReader(cast(io.RawIOBase, self.open()), BUFFER_BYTES)
+            )
+            while (codec := detect_codec(stream.peek(8)[:8])) is not None:
+                inner = layers.enter_context(_decompress(stream, codec, self.name))
+                stream = layers.enter_context(io.BufferedReader(inner, BUFFER_BYTES))
+            yield stream
 
     def head(self) -> bytes:
         """Up to the first 256 KiB, decompressed.
@@ -86,11 +103,11 @@ class DataFile:
         Raises:
             ManifestError: They cannot be read.
         """
-        with self.open_decompressed() as stream:
-            try:
-                return stream.read(HEAD_BYTES)
-            except (OSError, EOFError, ValueError) as error:
-                raise ManifestError(f"{self.name}: cannot be read: {error}") from None
+        try:
+            with self.open_decompressed() as stream:
+                return bytes(stream.read(HEAD_BYTES))
+        except READ_ERRORS as error:
+            raise ManifestError(f"{self.name}: cannot be read: {error}", hint=DAMAGED_HINT) from None
 
     def stamp(self) -> Stamp:
         """Size in bytes and time of change.
@@ -135,36 +152,55 @@ def detect_codec(magic: bytes) -> str | None:
 
 def _decompress(stream: ByteStream, codec: str, name: str) -> io.RawIOBase:
     # Arrow's streams, unlike Python's own for zstd, take several frames and tell when one is cut off.
-    if codec != "xz":
-        if not pa.Codec.is_available(codec):
-            raise missing_codec(name, codec, "pip install --force-reinstall pyarrow")
-        return cast(io.RawIOBase, pa.CompressedInputStream(pa.PythonFile(stream, "r"), codec))
+    require_codec(name, codec)
+    if codec == "xz":
+        return cast(io.RawIOBase, lzma.LZMAFile(stream))
+    return cast(io.RawIOBase, pa.CompressedInputStream(pa.PythonFile(stream, "r"), codec))
+
+
+def require_codec(name: str, codec: str) -> None:
+    """Checks that this installation can read what is compressed with ``codec``.
+
+    Raises:
+        ManifestError: It cannot.
+    """
+    if not codec_works(codec):
+        how = "install a Python with liblzma" if codec == "xz" else "pip install --force-reinstall pyarrow"
+        raise ManifestError(f"{name}: is compressed with {codec}, which is not available here", hint=how)
+
+
+def codec_works(codec: str) -> bool:
+    """Whether this installation has a codec."""
+    if codec == "xz":
+        return lzma is not None
     try:
-        lzma = importlib.import_module("lzma")
-    except ImportError:
-        raise missing_codec(name, codec, "install a Python built with liblzma") from None
-    return cast(io.RawIOBase, lzma.LZMAFile(stream))
-
-
-def missing_codec(name: str, codec: str, how_to_install: str) -> ManifestError:
-    """The error for a file whose compression this installation cannot read."""
-    return ManifestError(f"{name}: is compressed with {codec}, which is not available", hint=how_to_install)
+        return bool(pa.Codec.is_available(codec))
+    except ValueError:  # one that Arrow does not know at all, such as lzo
+        return False
 
 
 def iter_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
-    """Line numbers from 1 and lines without their ending (LF or CRLF); a BOM is dropped.
+    """Line numbers from 1 and lines without their ending; see ``iter_whole_lines``."""
+    for number, line in iter_whole_lines(stream):
+        yield number, without_ending(line)
+
+
+def without_ending(line: bytes) -> bytes:
+    """``line`` without LF or CRLF at its end."""
+    if line.endswith(b"\r\n"):
+        return line[:-2]
+    return line[:-1] if line.endswith(b"\n") else line
+
+
+def iter_whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
+    """Line numbers from 1 and lines with their ending; a BOM is dropped.
 
     A line over ``MAX_LINE_BYTES`` comes cut to that length and one more byte.
     """
     if stream.peek(3)[:3] == BOM:
         stream.read(3)
-    number = 0
     read: Callable[[], bytes] = lambda: stream.readline(MAX_LINE_BYTES + 1)  # noqa: E731
-    for line in iter(read, b""):
-        number += 1
-        if line.endswith(b"\n"):
-            yield number, line[:-2] if line.endswith(b"\r\n") else line[:-1]
-            continue
+    for number, line in enumerate(iter(read, b""), start=1):
         yield number, line
         rest = line
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):

@@ -110,7 +110,7 @@ class PromptFolderReader:
         return len(self.files)
 
     def _row(self, stem: str, file: DataFile) -> dict[str, Any] | BrokenRecord:
-        with file.open() as stream:
+        with file.open_decompressed() as stream:
             # A few bytes more for a BOM and the line ending; what is still longer is a fault of the row.
             raw = stream.read(MAX_PROMPT_BYTES + 8)
         record = prompt_record(raw.removeprefix(BOM).removesuffix(b"\n").removesuffix(b"\r"))

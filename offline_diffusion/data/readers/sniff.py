@@ -69,12 +69,10 @@ def open_reader(file: DataFile, *, suffix: str | None = None, prompt_columns: tu
     Raises:
         ManifestError: The file is empty, or its content is none that is known.
     """
-    with file.open_decompressed() as stream:
-        magic = stream.peek(16)[:16]
     head = file.head()
     if not head.removeprefix(BOM).strip():
         raise ManifestError(f"{file.name}: is empty")
-    if magic.startswith(b"PAR1"):
+    if head.startswith(b"PAR1"):
         return _parquet(file)
     for start, problem, hint in _KNOWN_BUT_UNREADABLE:
         if head.startswith(start):
