@@ -20,7 +20,9 @@ def main() -> None:
         image = row["image"].convert("RGB")
         image.thumbnail((TILE - 8, TILE - 8))
         sheet.paste(image, (left + (TILE - image.width) // 2, top + (TILE - image.height) // 2))
-        text = f"{row['width']}x{row['height']} {row['num_inference_steps']} steps cfg {row['true_cfg_scale']:g}"
+        text = (
+            f"{row['width']}x{row['height']} {row['num_inference_steps']} steps cfg {row['true_cfg_scale']:g}"
+        )
         draw.text((left + 6, top + TILE), text, fill="black")
         draw.text((left + 6, top + TILE + 12), row["prompt"][:30], fill="gray")
     sheet.save(sys.argv[2], optimize=True)

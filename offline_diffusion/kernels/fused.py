@@ -16,7 +16,9 @@ from torch import Tensor
 
 
 @triton.jit
-def _norm_modulate(x_ptr, shift_ptr, scale_ptr, index_ptr, out_ptr, stride_x, stride_mod, eps, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501
+def _norm_modulate(
+    x_ptr, shift_ptr, scale_ptr, index_ptr, out_ptr, stride_x, stride_mod, eps, N, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < N
@@ -32,7 +34,7 @@ def _norm_modulate(x_ptr, shift_ptr, scale_ptr, index_ptr, out_ptr, stride_x, st
 
 
 @triton.jit
-def _gate_residual(x_ptr, update_ptr, gate_ptr, index_ptr, out_ptr, stride_mod, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501
+def _gate_residual(x_ptr, update_ptr, gate_ptr, index_ptr, out_ptr, stride_mod, N, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < N
@@ -44,7 +46,19 @@ def _gate_residual(x_ptr, update_ptr, gate_ptr, index_ptr, out_ptr, stride_mod, 
 
 
 @triton.jit
-def _norm_rotate(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, source, target, eps, A, A_BLOCK: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501
+def _norm_rotate(
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    source,
+    target,
+    eps,
+    A,
+    A_BLOCK: tl.constexpr,
+    D: tl.constexpr,
+):
     """One token's heads, ``[A, D]``: RMS norm per head, then the rotation by the token's angles."""
     heads = tl.arange(0, A_BLOCK)
     columns = tl.arange(0, D)
@@ -63,7 +77,21 @@ def _norm_rotate(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, source, target, e
 
 
 @triton.jit
-def _scatter_qkv(qkv_ptr, weight_q_ptr, weight_k_ptr, cos_ptr, sin_ptr, to_joint_ptr, q_ptr, k_ptr, v_ptr, eps, A, A_BLOCK: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501
+def _scatter_qkv(
+    qkv_ptr,
+    weight_q_ptr,
+    weight_k_ptr,
+    cos_ptr,
+    sin_ptr,
+    to_joint_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    eps,
+    A,
+    A_BLOCK: tl.constexpr,
+    D: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     target = tl.load(to_joint_ptr + token)
     width = A * D
