@@ -1,0 +1,157 @@
+"""A model small enough to have a closed form, for tests of the engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offline_diffusion.models.base import GuidanceRule, PackedInput, RotaryTable, TokenizedPrompt
+from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.request import Request
+
+PATCH = 16
+CHANNELS = 3
+CAPABILITIES = Capabilities(
+    family="fake",
+    pipeline="FakePipeline",
+    default_height=32,
+    default_width=32,
+    size_multiple=PATCH,
+    patch_pixels=PATCH,
+    max_prompt_tokens=40,
+    default_num_inference_steps=4,
+)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+class FakeModel:
+    """Offers ``DiffusionModel``; a token is a character, a text token's value its code / 100.
+
+    The noise prediction of an image token ``x`` is ``x / 2 + mean of its own text + t / 1000``, so
+    every row has an answer that can be worked out alone (`expected_latents`).
+
+    The ``on_*`` hooks are called first in each stage and may raise.
+    """
+
+    capabilities = CAPABILITIES
+    device = torch.device("cpu")
+    dtype = torch.float32
+    num_latent_channels = CHANNELS
+    attention_backend = "none"
+
+    def __init__(self, guidance_rule: GuidanceRule = "plain") -> None:
+        self.guidance_rule: GuidanceRule = guidance_rule
+        self.encoded: Counter[str] = Counter()
+        self.num_rotary = 0
+        self.on_tokenize: Callable[[str], None] = _nothing
+        self.on_encode: Callable[[str], None] = _nothing
+        self.on_denoise: Callable[[PackedInput], None] = _nothing
+        self.on_decode: Callable[[int, int], None] = _nothing
+
+    def batch_key(self, request: Request) -> None:
+        return None
+
+    def tokenize(self, prompt: str) -> TokenizedPrompt:
+        self.on_tokenize(prompt)
+        kept = prompt[: self.capabilities.max_prompt_tokens]
+        return TokenizedPrompt(tuple(map(ord, kept)), len(kept), len(prompt) - len(kept))
+
+    def prepare_encode(self, prompt: TokenizedPrompt) -> Tensor:
+        text = "".join(map(chr, prompt.input_ids))
+        self.on_encode(text)
+        self.encoded[text] += 1
+        return torch.tensor(prompt.input_ids, dtype=torch.float32).unsqueeze(1) / 100
+
+    def prepare_latents(self, request: Request) -> Tensor:
+        generator = torch.Generator().manual_seed(request.seed)
+        num_tokens = self.capabilities.num_image_tokens(request.height, request.width)
+        return torch.randn(num_tokens, CHANNELS, generator=generator)
+
+    def prepare_timesteps(self, request: Request) -> tuple[Tensor, Tensor]:
+        sigmas = torch.linspace(1, 0, request.num_inference_steps + 1)
+        return sigmas, sigmas[:-1] * 1000
+
+    def rotary_table(self, height: int, width: int, num_text_tokens: int) -> RotaryTable:
+        self.num_rotary += 1
+        num_tokens = self.capabilities.num_image_tokens(height, width) + num_text_tokens
+        return RotaryTable(torch.ones(num_tokens, 1), torch.zeros(num_tokens, 1))
+
+    def denoise_step(self, batch: PackedInput) -> Tensor:
+        self.on_denoise(batch)
+        starts = batch.attention.cu_seqlens[1:].long()
+        own_txt = torch.searchsorted(starts, batch.txt_to_joint, right=True)
+        own_img = torch.searchsorted(starts, batch.img_to_joint, right=True)
+        sums = torch.zeros(len(starts)).index_add(0, own_txt, batch.prompt_embeds.squeeze(1))
+        means = sums / torch.bincount(own_txt, minlength=len(starts))
+        times = batch.timesteps[batch.img_request] / 1000
+        return batch.latents / 2 + (means[own_img] + times).unsqueeze(1)
+
+    def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        self.on_decode(height, width)
+        return to_pixels(latents, height, width)
+
+
+def to_pixels(latents: Tensor, height: int, width: int) -> Tensor:
+    """Every token a square of one colour."""
+    colours = (latents.double() * 25 + 128).clamp(0, 255).round().to(torch.uint8)
+    grid = colours.view(height // PATCH, width // PATCH, CHANNELS)
+    return grid.repeat_interleave(PATCH, 0).repeat_interleave(PATCH, 1)
+
+
+def expected_latents(request: Request) -> Tensor:
+    """What `FakeModel` with the plain guidance rule makes of a request, in float64, by hand."""
+    shift = _text_mean(request.prompt)
+    if request.negative_prompt is not None and request.true_cfg_scale > 1:
+        negative = _text_mean(request.negative_prompt)
+        shift = negative + request.true_cfg_scale * (shift - negative)
+    generator = torch.Generator().manual_seed(request.seed)
+    num_tokens = (request.height // PATCH) * (request.width // PATCH)
+    x = torch.randn(num_tokens, CHANNELS, generator=generator).double()
+    n = request.num_inference_steps
+    for i in range(n):
+        x = x - (x / 2 + shift + (n - i) / n) / n
+    return x
+
+
+def expected_pixels(request: Request) -> np.ndarray:
+    return to_pixels(expected_latents(request), request.height, request.width).numpy()
+
+
+def same_picture(pixels: np.ndarray | None, request: Request) -> bool:
+    """Equal to the hand-made picture but for float32 rounding."""
+    assert pixels is not None
+    difference = pixels.astype(int) - expected_pixels(request).astype(int)
+    return bool(np.abs(difference).max() <= 1)
+
+
+def _text_mean(text: str) -> float:
+    kept = text[: CAPABILITIES.max_prompt_tokens]
+    return sum(map(ord, kept)) / len(kept) / 100
+
+
+def make_request(name: str, prompt: str = "a red cup", **parameters: Any) -> Request:
+    defaults: dict[str, Any] = {
+        "height": 32,
+        "width": 32,
+        "num_inference_steps": 4,
+        "true_cfg_scale": 1.0,
+        "seed": sum(map(ord, name)),
+    }
+    return Request(request_id=name, prompt=prompt, **(defaults | parameters))
+
+
+def has_text(batch: PackedInput, character: str) -> bool:
+    """Whether a sequence of the pack has this character in its text."""
+    return bool((batch.prompt_embeds == torch.tensor(ord(character) / 100)).any())
+
+
+def num_joint_tokens(batch: PackedInput) -> int:
+    return int(batch.attention.cu_seqlens[-1])

@@ -1,0 +1,303 @@
+"""Who runs when: properties over random traffic, and the cases that have a known answer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offline_diffusion.engine.scheduler import (
+    LOOK_AHEAD,
+    MAX_BYPASSED,
+    ScheduledRequest,
+    Scheduler,
+    SchedulerOutput,
+)
+
+KEYS = ("x", "y")
+
+
+@dataclass
+class Run:
+    """A scheduler driven to the end, and what it did."""
+
+    packs: list[SchedulerOutput] = field(default_factory=list)
+    steps: Counter[str] = field(default_factory=Counter)
+    finished: list[str] = field(default_factory=list)
+    bypassed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def admissions(self) -> list[str]:
+        return [entry.request_id for pack in self.packs for entry in pack.admitted]
+
+
+def drive(scheduler: Scheduler, traffic: Sequence[tuple[int, ScheduledRequest]]) -> Run:
+    """``traffic``: iteration of arrival and request, in order; time is the iteration."""
+    run, arrivals, now = Run(), [(at, replace(entry)) for at, entry in traffic], 0
+    while arrivals or scheduler.waiting or scheduler.running:
+        while arrivals and arrivals[0][0] <= now:
+            scheduler.add(arrivals.pop(0)[1])
+        head = scheduler.waiting[0].request_id if scheduler.waiting else None
+        pack = scheduler.schedule(float(now))
+        admitted = [entry.request_id for entry in pack.admitted]
+        if admitted and head not in admitted:
+            assert head is not None
+            run.bypassed[head] += 1
+        run.packs.append(SchedulerOutput(tuple(map(replace, pack.running)), pack.admitted))
+        run.steps.update(entry.request_id for entry in pack.running)
+        run.finished += [entry.request_id for entry in scheduler.advance()]
+        now += 1
+        assert now < 20_000, "the scheduler is stuck"
+    return run
+
+
+@st.composite
+def traffics(draw: st.DrawFn, *, num_keys: int = 1) -> list[tuple[int, ScheduledRequest]]:
+    count = draw(st.integers(1, 25))
+    arrivals = sorted(draw(st.lists(st.integers(0, 12), min_size=count, max_size=count)))
+    entries = []
+    for index, at in enumerate(arrivals):
+        tokens, steps = draw(st.integers(1, 60)), draw(st.integers(1, 6))
+        key = draw(st.sampled_from(KEYS[:num_keys]))
+        wave = (steps, draw(st.sampled_from((0, 1))))
+        entry = ScheduledRequest(str(index), tokens, steps, batch_key=key, wave_key=wave, arrival=float(at))
+        entries.append((at, entry))
+    return entries
+
+
+schedulers = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(1, 120),
+        "policy": st.sampled_from(("fifo", "pack")),
+        "step_execution": st.booleans(),
+        "max_wait_s": st.sampled_from((0.0, 3.0)),
+    }
+)
+
+
+@given(schedulers, traffics(num_keys=2))
+def test_every_limit_is_kept_and_every_request_runs_its_steps(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]
+) -> None:
+    run = drive(Scheduler(**options), traffic)
+    for pack in run.packs:
+        assert len(pack.running) <= options["max_num_seqs"]
+        assert pack.num_tokens <= options["max_num_batched_tokens"] or len(pack.running) == 1
+        assert len({entry.batch_key for entry in pack.running}) <= 1
+        assert len({entry.request_id for entry in pack.running}) == len(pack.running)
+    assert run.steps == {entry.request_id: entry.num_steps for _, entry in traffic}
+    assert Counter(run.finished) == Counter(entry.request_id for _, entry in traffic)
+
+
+@given(schedulers, traffics(num_keys=2))
+def test_the_same_traffic_gives_the_same_schedule(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]
+) -> None:
+    assert drive(Scheduler(**options), traffic) == drive(Scheduler(**options), traffic)
+
+
+@given(schedulers, traffics(num_keys=2))
+def test_a_step_is_never_empty_while_requests_wait(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]
+) -> None:
+    """But for a wave's admission window."""
+    options = options | {"max_wait_s": 0.0}
+    run = drive(Scheduler(**options), traffic)
+    for now, pack in enumerate(run.packs):
+        arrived = sum(1 for at, _ in traffic if at <= now)
+        done = sum(1 for name in run.steps if _finish_time(run, name) < now)
+        assert bool(pack.running) == (arrived > done)
+
+
+def _finish_time(run: Run, name: str) -> int:
+    return max(now for now, pack in enumerate(run.packs) if name in {e.request_id for e in pack.running})
+
+
+@given(schedulers, traffics())
+def test_fifo_never_overtakes(options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]) -> None:
+    run = drive(Scheduler(**options | {"policy": "fifo", "step_execution": True}), traffic)
+    assert run.admissions == [entry.request_id for _, entry in traffic]
+
+
+@given(schedulers, traffics(num_keys=2))
+def test_the_head_of_the_queue_is_passed_a_bounded_number_of_times(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]
+) -> None:
+    run = drive(Scheduler(**options | {"policy": "pack"}), traffic)
+    assert max(run.bypassed.values(), default=0) <= MAX_BYPASSED
+
+
+@given(schedulers, traffics(num_keys=2))
+def test_waves_are_alike_and_run_to_their_end(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]
+) -> None:
+    run = drive(Scheduler(**options | {"step_execution": False}), traffic)
+    wave: list[str] = []
+    for before, pack in zip([None, *run.packs], run.packs, strict=False):
+        names = [entry.request_id for entry in pack.running]
+        if pack.admitted:
+            left = before is not None and any(entry.num_steps > 1 for entry in before.running)
+            assert not left, "a wave joined another"
+            wave = names
+        assert names == (wave if pack.running else [])
+        assert len({(entry.batch_key, entry.wave_key) for entry in pack.running}) <= 1
+        assert len({entry.num_steps for entry in pack.running}) <= 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 50, 100, 150], ids=["small", "half", "all", "oversize"])
+def test_an_endless_stream_of_better_requests_cannot_starve_the_head(num_tokens: int) -> None:
+    scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=100, policy="pack")
+    num_steps = 10
+    scheduler.add(ScheduledRequest("poor", num_tokens, 1))
+    for iteration in range(MAX_BYPASSED * num_steps + num_steps + 1):
+        for lane in range(8):  # each more work than the head, arriving faster than they can run
+            scheduler.add(ScheduledRequest(f"{iteration}-{lane}", 40, num_steps))
+        pack = scheduler.schedule()
+        if any(entry.request_id == "poor" for entry in pack.running):
+            return
+        scheduler.advance()
+    pytest.fail("the head never ran")
+
+
+def test_pack_takes_the_most_work_that_fits_first() -> None:
+    scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=100, policy="pack")
+    for name, tokens, steps in [("a", 10, 1), ("b", 60, 5), ("c", 50, 8), ("d", 40, 1), ("e", 10, 1)]:
+        scheduler.add(ScheduledRequest(name, tokens, steps))
+    # work: c 400, b 300 (does not fit beside c), d 40, then a and e tie at 10 in their order
+    assert [entry.request_id for entry in scheduler.schedule().admitted] == ["c", "d", "a"]
+    assert [entry.request_id for entry in scheduler.waiting] == ["b", "e"]
+
+
+def test_fifo_waits_behind_a_head_that_does_not_fit() -> None:
+    scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=100, policy="fifo")
+    for name, tokens in [("a", 60), ("b", 60), ("c", 1)]:
+        scheduler.add(ScheduledRequest(name, tokens, 2))
+    assert [entry.request_id for entry in scheduler.schedule().running] == ["a"]
+    scheduler.advance()
+    assert [entry.request_id for entry in scheduler.schedule().running] == ["a"]
+    scheduler.advance()
+    assert [entry.request_id for entry in scheduler.schedule().running] == ["b", "c"]
+
+
+def test_an_oversize_request_runs_alone_and_nobody_joins_it() -> None:
+    scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=100, policy="pack")
+    scheduler.add(ScheduledRequest("huge", 1000, 3))
+    scheduler.add(ScheduledRequest("tiny", 1, 1))
+    for _ in range(3):
+        assert [entry.request_id for entry in scheduler.schedule().running] == ["huge"]
+        scheduler.advance()
+    assert [entry.request_id for entry in scheduler.schedule().running] == ["tiny"]
+
+
+def test_pack_looks_no_further_than_its_window() -> None:
+    scheduler = Scheduler(max_num_seqs=1, max_num_batched_tokens=100, policy="pack")
+    for index in range(LOOK_AHEAD):
+        scheduler.add(ScheduledRequest(str(index), 1, 1))
+    scheduler.add(ScheduledRequest("beyond", 90, 90))
+    assert [entry.request_id for entry in scheduler.schedule().admitted] == ["0"]
+
+
+def _wave_scheduler(**options: Any) -> Scheduler:
+    defaults: dict[str, Any] = {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 1000,
+        "policy": "fifo",
+        "step_execution": False,
+        "max_wait_s": 5.0,
+    }
+    return Scheduler(**(defaults | options))
+
+
+def _add(scheduler: Scheduler, name: str, *, arrival: float, tokens: int = 10, wave: str = "w") -> None:
+    scheduler.add(ScheduledRequest(name, tokens, 2, wave_key=wave, arrival=arrival))
+
+
+def test_a_wave_waits_for_company_until_its_head_has_waited_enough() -> None:
+    scheduler = _wave_scheduler()
+    _add(scheduler, "a", arrival=100.0)
+    assert scheduler.schedule(100.0).running == ()
+    _add(scheduler, "b", arrival=104.0)
+    assert scheduler.schedule(104.999).running == ()
+    assert [entry.request_id for entry in scheduler.schedule(105.0).running] == ["a", "b"]
+
+
+def test_a_full_wave_does_not_wait() -> None:
+    scheduler = _wave_scheduler()
+    for name in "abcd":
+        _add(scheduler, name, arrival=100.0)
+    assert [entry.request_id for entry in scheduler.schedule(100.0).running] == ["a", "b", "c"]
+
+
+def test_a_wave_without_tokens_for_another_does_not_wait() -> None:
+    scheduler = _wave_scheduler(max_num_batched_tokens=25)
+    _add(scheduler, "a", arrival=100.0)
+    _add(scheduler, "b", arrival=100.0)
+    assert [entry.request_id for entry in scheduler.schedule(100.0).running] == ["a", "b"]
+
+
+def test_a_wave_waits_for_nobody_when_nobody_can_come() -> None:
+    scheduler = _wave_scheduler()
+    _add(scheduler, "a", arrival=100.0)
+    scheduler.no_more_requests = True
+    assert [entry.request_id for entry in scheduler.schedule(100.0).running] == ["a"]
+
+
+def test_a_wave_takes_those_like_its_head_and_leaves_the_others_in_order() -> None:
+    scheduler = _wave_scheduler(max_wait_s=0.0)
+    for name, wave in [("a", "w"), ("b", "v"), ("c", "w"), ("d", "v")]:
+        _add(scheduler, name, arrival=0.0, wave=wave)
+    assert [entry.request_id for entry in scheduler.schedule(0.0).running] == ["a", "c"]
+    assert [entry.request_id for entry in scheduler.waiting] == ["b", "d"]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(-5, 200))
+def test_shrink_sends_the_latest_back_to_the_head_in_order(tokens: list[int], budget: int) -> None:
+    scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=1000)
+    for index, count in enumerate(tokens):
+        scheduler.add(ScheduledRequest(str(index), count, 2))
+    scheduler.schedule()
+    scheduler.add(ScheduledRequest("newcomer", 1, 1))
+    evicted = scheduler.shrink(budget)
+    running = [entry.request_id for entry in scheduler.running]
+    waiting = [entry.request_id for entry in scheduler.waiting]
+    assert running + waiting == [*map(str, range(len(tokens))), "newcomer"]
+    assert scheduler.max_num_batched_tokens == max(1, budget)
+    kept = sum(tokens[: len(running)])
+    assert running
+    assert kept <= max(1, budget) or len(running) == 1
+    assert len(evicted) == len(tokens) - len(running)
+    if evicted:  # no more were sent back than needed
+        assert kept + tokens[len(running)] > max(1, budget)
+
+
+def test_remove_takes_out_waiting_and_running() -> None:
+    scheduler = Scheduler(max_num_seqs=1, max_num_batched_tokens=10)
+    scheduler.add(ScheduledRequest("a", 1, 2))
+    scheduler.add(ScheduledRequest("b", 1, 2))
+    scheduler.schedule()
+    assert scheduler.remove("a")
+    assert scheduler.remove("b")
+    assert not scheduler.remove("a")
+    assert not scheduler.running
+    assert not scheduler.waiting
+
+
+def test_upcoming_names_those_that_the_policy_would_take() -> None:
+    for policy, expected in [("fifo", ["a", "b"]), ("pack", ["c", "b"])]:
+        scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=100, policy=policy)  # type: ignore[arg-type]
+        for name, tokens in [("a", 1), ("b", 5), ("c", 9)]:
+            scheduler.add(ScheduledRequest(name, tokens, 1))
+        assert [entry.request_id for entry in scheduler.upcoming(2)] == expected
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, offline_diffusion.engine.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
