@@ -18,6 +18,9 @@ from offline_diffusion.errors import ModelError, UnsupportedModelError, did_you_
 from offline_diffusion.models.capabilities import BatchKind, Capabilities
 from offline_diffusion.request import SamplingParams
 
+SAMPLE_BYTES, NUM_SAMPLES = 65_536, 16
+"""Of every weight file, so that a checkpoint of 60 GB is told from another in milliseconds."""
+
 ConfigReader = Callable[[str], dict[str, Any]]
 """Reads one JSON file of a checkpoint by its path inside it."""
 
@@ -104,7 +107,8 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         UnsupportedModelError: Its pipeline belongs to no family here.
     """
     source = str(_default_folder()) if model == DEFAULT_MODEL else model
-    read = _folder_reader(Path(source)) if Path(source).is_dir() else _hub_reader(source, revision)
+    is_folder = Path(source).is_dir()
+    read = _folder_reader(Path(source)) if is_folder else _hub_reader(source, revision)
     index = read("model_index.json")
     family = _family_of(str(index.get("_class_name")), model)
     capabilities = family.capabilities(read)
@@ -112,6 +116,7 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     capabilities = capabilities.with_defaults(_checked_defaults(overrides, model))
     identity = {"model": model, "revision": revision, "pipeline": family.pipeline}
     identity["configs"] = _digest(index, read("transformer/config.json"), read("vae/config.json"), overrides)
+    identity["weights"] = _folder_weights(Path(source)) if is_folder else _hub_commit(source, revision)
     return Checkpoint(source, revision, family, capabilities, identity)
 
 
@@ -204,6 +209,27 @@ def _optional(read: ConfigReader, name: str) -> dict[str, Any]:
         return read(name)
     except _MissingFileError:
         return {}
+
+
+def _folder_weights(folder: Path) -> str:
+    """A digest that changes with any weight file: its place, size, and samples of its bytes."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.rglob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)}:{size}:".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(SAMPLE_BYTES, size // NUM_SAMPLES)):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _hub_commit(model: str, revision: str | None) -> str:
+    """The commit of the snapshot that the configs were read from."""
+    from huggingface_hub import hf_hub_download
+
+    snapshot = Path(hf_hub_download(model, "model_index.json", revision=revision)).parent
+    return snapshot.name
 
 
 def _digest(*configs: dict[str, Any]) -> str:
