@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         UnsupportedModelError: Its pipeline belongs to no family here.
     """
     source = str(_default_folder()) if model == DEFAULT_MODEL else model
-    is_folder = Path(source).is_dir()
+    is_folder = os.path.isdir(source)  # Path.is_dir() raises for names too long to be one
     read = _folder_reader(Path(source)) if is_folder else _hub_reader(source, revision)
     index = read("model_index.json")
     family = _family_of(str(index.get("_class_name")), model)

@@ -74,7 +74,7 @@ def test_the_mixes_cover_what_they_are_for(
     assert max(row.seed for row in rows) == 2**64 - 1
     lengths = [len(tiny_pipeline.tokenizer(row.prompt)["input_ids"]) for row in rows]
     assert min(lengths) == 1
-    assert 500 <= max(lengths) <= 507
+    assert 500 <= max(lengths) <= 530
     text = " ".join(row.prompt for row in rows)
     assert all(piece in text for piece in ("{}", "<|im_end|>", "雨", "🙂", "<|im_start|>user"))
     for _, picture in (pair for mix in mixes.values() for pair in mix):
