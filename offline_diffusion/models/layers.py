@@ -14,12 +14,17 @@ MIN_ROWS_NARROW = 2048
 
 NARROW_COLUMNS = 512
 
+CPU_BLOCK_ROWS = 128
+"""On a CPU a product is made of so many rows at a time: only then no row's bits depend on how many there
+are. Costs 5 to 25 % against one product of 2048 rows, more for fewer rows."""
+
 
 class PackedLinear:
     """``x @ weight.T + bias`` over the rows of a ragged batch: the one place where linear layers run.
 
     On a GPU, small inputs are padded with zero rows so that the library picks the same kernel
-    whatever else is in the batch; the padding is cut off again.
+    whatever else is in the batch; the padding is cut off again. On a CPU, rows go in blocks of a fixed
+    number, for the same reason.
 
     Args:
         layers: Linear layers of one input, fused into one product; outputs are concatenated. Their
@@ -38,7 +43,11 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, in]`` → ``[T, out]``."""
-        return F.linear(pad_rows(x, self.min_rows), self.weight, self.bias)[: x.shape[0]]
+        num_rows = x.shape[0]
+        if x.is_cuda:
+            return F.linear(pad_rows(x, self.min_rows), self.weight, self.bias)[:num_rows]
+        blocks = F.pad(x, (0, 0, 0, -num_rows % CPU_BLOCK_ROWS)).split(CPU_BLOCK_ROWS)
+        return torch.cat([F.linear(block, self.weight, self.bias) for block in blocks])[:num_rows]
 
 
 def pad_rows(x: Tensor, min_rows: int) -> Tensor:
