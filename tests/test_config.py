@@ -1,0 +1,165 @@
+"""Options: defaults of the contract, refusals with a suggestion, job files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+
+from offline_diffusion.config import (
+    LAYOUT_OPTIONS,
+    PIXEL_OPTIONS,
+    EngineConfig,
+    JobConfig,
+    make_engine_config,
+    make_job_config,
+    read_job_file,
+)
+from offline_diffusion.errors import ConfigError
+
+
+def job(**values: Any) -> JobConfig:
+    return make_job_config({"manifests": ["a.jsonl"], "out": "out", **values})
+
+
+def test_defaults() -> None:
+    config = job()
+    assert config.step_execution
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (32, 16_384)
+    assert (config.scheduling_policy, config.attention_backend, config.quantization) == (
+        "pack",
+        "auto",
+        "none",
+    )
+    assert (config.seed, config.num_tasks, config.task_index) == (0, 1, 0)
+    assert (config.image_format, config.on_bad_size) == ("png", "error")
+    assert config.manifests == ("a.jsonl",)
+    assert config.out == Path("out")
+
+
+def test_one_manifest_may_be_a_string() -> None:
+    assert make_job_config({"manifests": "a.jsonl", "out": "o"}).manifests == ("a.jsonl",)
+
+
+def test_none_means_not_given() -> None:
+    assert job(max_num_seqs=None, model=None) == job()
+
+
+def test_options_cannot_be_changed() -> None:
+    with pytest.raises(pydantic.ValidationError):
+        job().seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max_num_seqs", 0, "max_num_seqs: Input should be greater than or equal to 1, got 0"),
+        ("max_num_batched_tokens", "many", "max_num_batched_tokens: Input should be a valid integer"),
+        ("scheduling_policy", "best", "scheduling_policy: Input should be 'fifo' or 'pack', got 'best'"),
+        ("quantization", "fp8", "quantization: Input should be 'none', got 'fp8'"),
+        ("request_batch_max_wait_ms", -1, "request_batch_max_wait_ms: Input should be greater"),
+        ("seed", 2**64, "seed: Input should be less than or equal to 18446744073709551615"),
+        ("seed", -1, "seed: Input should be greater than or equal to 0"),
+        ("seed", 1.5, "seed: Input should be a valid integer"),
+        ("true_cfg_scale", float("nan"), "true_cfg_scale: Input should be a finite number"),
+        ("shard_size", 0, "shard_size: Input should be greater"),
+        (
+            "max_failures",
+            "some",
+            "must be a count such as 10 or a share such as 5%, got 'some'",
+        ),
+        ("max_failures", "-1", "max_failures: must be a count"),
+        ("manifests", [], "manifests: Tuple should have at least 1 item"),
+    ],
+)
+def test_values_that_are_not_allowed_are_named(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_job_config({"manifests": ["a"], "out": "o"} | {name: value}, source="job.yaml")
+    assert str(caught.value).startswith("job.yaml: ")
+    assert message in str(caught.value)
+
+
+def test_all_faults_are_told_at_once_in_the_users_spelling() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_job_config(
+            {"out": "o", "max_num_seqs": 0, "seed": -1},
+            spelling={"max_num_seqs": "--max-num-seqs", "seed": "--seed", "manifests": "MANIFEST"},
+        )
+    message = str(caught.value)
+    assert all(part in message for part in ("--max-num-seqs: ", "--seed: ", "MANIFEST is required"))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_num_seq", "did you mean 'max_num_seqs'?"),
+        ("heigth", "did you mean 'height'?"),
+        ("zzz", "known: "),
+    ],
+)
+def test_unknown_options_get_a_suggestion(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown option '{name}'") as caught:
+        job(**{name: 1})
+    assert (caught.value.hint or "").startswith(hint)
+
+
+def test_a_tasks_index_is_below_the_number_of_tasks() -> None:
+    assert job(num_tasks=3, task_index=2).task_index == 2
+    with pytest.raises(ConfigError, match="task_index 3 must be below num_tasks 3"):
+        job(num_tasks=3, task_index=3)
+
+
+@pytest.mark.parametrize("value", ["0", "10", "5%", "0.5%", 3])
+def test_max_failures_is_a_count_or_a_share(value: str | int) -> None:
+    assert job(max_failures=value).max_failures == str(value)
+
+
+def test_an_engine_knows_no_option_of_a_job() -> None:
+    assert make_engine_config({"max_num_seqs": 3}) == EngineConfig(max_num_seqs=3)
+    with pytest.raises(ConfigError, match="unknown option 'shard_size'"):
+        make_engine_config({"shard_size": 3})
+    with pytest.raises(ConfigError, match=r"engine: max_num_seqs: .* got 0"):
+        make_engine_config({"max_num_seqs": 0}, source="engine")
+
+
+def test_options_that_a_resume_compares_exist() -> None:
+    assert set(PIXEL_OPTIONS) | set(LAYOUT_OPTIONS) <= set(JobConfig.model_fields)
+    assert not set(PIXEL_OPTIONS) & set(LAYOUT_OPTIONS)
+
+
+def test_options_that_cannot_change_a_pixel_may_differ_on_resume() -> None:
+    free = set(JobConfig.model_fields) - set(PIXEL_OPTIONS) - set(LAYOUT_OPTIONS)
+    assert {"max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "step_execution"} <= free
+    assert {"num_tasks", "task_index", "device", "max_failures", "retry_failed"} <= free
+
+
+def test_a_job_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("manifests: [a.jsonl]\nout: o\nmax-num-seqs: 3\nseed: 18446744073709551615\n")
+    values = read_job_file(path)
+    assert values == {"manifests": ["a.jsonl"], "out": "o", "max_num_seqs": 3, "seed": 2**64 - 1}
+    assert make_job_config(values).seed == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"- a\n- b\n", "must hold a mapping of options, got list"),
+        (b"", "must hold a mapping of options, got NoneType"),
+        (b"a: [", "is not YAML"),
+        (b"\xff\xfe\x00", "job.yaml"),
+        (b"a: !!python/object/apply:os.getcwd []", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_job_file(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_job_file(path)
+
+
+def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        read_job_file(tmp_path / "nowhere.yaml")
