@@ -14,9 +14,9 @@ from offline_diffusion.data.values import MAX_EXACT_FLOAT, json_text
 MAX_NESTING = 32
 MAX_STRUCT_FIELDS = 256
 """A column of objects with more names than this is rather a mapping; it is kept as JSON text."""
-NESTED_BATCH = 64
 
 _SCALARS = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+_JSON_KINDS = frozenset({*_SCALARS, dict, list, type(None)})
 
 
 class NotUnifiable(Exception):
@@ -133,77 +133,77 @@ def _without_nulls(found: pa.DataType) -> pa.DataType | None:
     return found
 
 
-class JsonColumn:
-    """What is known of a column's values so far, for a column that no schema describes."""
+class SeenValues:
+    """What is known of the values of a column that no schema describes, or of a part of them.
 
-    __slots__ = ("_batch", "_high", "_is_text", "_kinds", "_low", "_nested")
+    Arrow's own inference is not exact inside objects and lists: it takes true for 1.0.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_depth", "_fields", "_high", "_items", "_kinds", "_low", "_others")
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
         self._kinds: set[type] = set()
         self._low = self._high = 0
-        self._batch: list[Any] = []
-        self._nested = pa.null()
-        self._is_text = False
+        self._fields: dict[str, SeenValues] = {}
+        self._items: SeenValues | None = None
+        self._others = pa.null()
 
     def add(self, value: Any) -> None:
         kind = type(value)
         self._kinds.add(kind)
         if kind is int:
             self._low, self._high = min(self._low, value), max(self._high, value)
-        elif kind not in _SCALARS and value is not None and not self._is_text:
-            self._batch.append(value)
-            if len(self._batch) >= NESTED_BATCH:
-                self._flush()
+        elif kind is dict and self._depth < MAX_NESTING:
+            self._add_fields(value)
+        elif kind is list and self._depth < MAX_NESTING:
+            if self._items is None:
+                self._items = SeenValues(self._depth + 1)
+            for item in value:
+                self._items.add(item)
+        elif kind not in _JSON_KINDS:
+            self._others = unify_types([self._others, pa.infer_type([value])])
 
-    def _flush(self) -> None:
-        found = None if any(map(_too_deep, self._batch)) else _infer(self._batch)
-        self._batch.clear()
-        try:
-            if found is not None:
-                self._nested = _unify(self._nested, found)
-        except NotUnifiable:
-            found = None
-        self._is_text = found is None or _without_nulls(self._nested) is None
+    def _add_fields(self, value: dict[str, Any]) -> None:
+        for name, item in value.items():
+            field = self._fields.get(name)
+            if field is None:
+                if len(self._fields) > MAX_STRUCT_FIELDS:  # one too many shows that they are too many
+                    continue
+                field = self._fields[name] = SeenValues(self._depth + 1)
+            field.add(item)
 
-    def unified(self) -> pa.DataType:
-        """The type for all values so far; see ``unify_types``."""
-        if self._batch:
-            self._flush()
-        if self._is_text:
-            return pa.string()
+    def unified(self) -> pa.DataType | None:
+        """The type that holds all values exactly, None when there is none."""
         kinds = self._kinds - {type(None)}
-        scalars = kinds & set(_SCALARS)
-        if scalars == kinds:
-            return self._scalar_type(scalars)
-        return pa.string() if scalars else self._nested
+        if not kinds:
+            return pa.null()
+        if kinds == {dict}:
+            return self._struct()
+        if kinds == {list}:
+            item = None if self._items is None else self._items.unified()
+            return None if item is None else pa.list_(item)
+        if kinds & {dict, list}:
+            return None
+        return self._scalar(kinds) if kinds <= set(_SCALARS) else self._others_or_none(kinds)
 
-    def _scalar_type(self, kinds: set[type]) -> pa.DataType:
-        if kinds == {int, float} and max(-self._low, self._high) <= MAX_EXACT_FLOAT:
-            return pa.float64()
-        if kinds == {int}:
-            if self._low >= -(2**63) and self._high < 2**63:
-                return pa.int64()
-            return pa.uint64() if self._low >= 0 and self._high < 2**64 else pa.string()
-        return _SCALARS[next(iter(kinds))] if len(kinds) == 1 else pa.string() if kinds else pa.null()
+    def _struct(self) -> pa.DataType | None:
+        fields = [(name, seen.unified()) for name, seen in self._fields.items()]
+        if not 0 < len(fields) <= MAX_STRUCT_FIELDS or any(found is None for _, found in fields):
+            return None
+        return pa.struct(fields)
 
+    def _scalar(self, kinds: set[type]) -> pa.DataType | None:
+        if kinds == {int, float}:
+            return pa.float64() if max(-self._low, self._high) <= MAX_EXACT_FLOAT else None
+        if kinds == {int} and self._high >= 2**63:
+            return pa.uint64() if self._low >= 0 and self._high < 2**64 else None
+        if kinds == {int} and self._low < -(2**63):
+            return None
+        return _SCALARS[next(iter(kinds))] if len(kinds) == 1 else None
 
-def _too_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_NESTING):
-        inner = [part.values() if isinstance(part, dict) else part for part in level]
-        level = [item for part in inner for item in part if isinstance(item, dict | list)]
-        if not level:
-            return False
-    return True
-
-
-def _infer(values: list[Any]) -> pa.DataType | None:
-    """The Arrow type that holds ``values`` exactly, None when there is none."""
-    try:
-        # infer_type alone overlooks some conflicts inside lists; making the array does not.
-        return normalise(pa.array(values, type=pa.infer_type(values)).type)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        return None
+    def _others_or_none(self, kinds: set[type]) -> pa.DataType | None:
+        return None if kinds & set(_SCALARS) else self._others
 
 
 class CarriedTypes:
@@ -211,7 +211,7 @@ class CarriedTypes:
 
     def __init__(self) -> None:
         self._declared: dict[str, list[pa.DataType]] = {}
-        self._seen: dict[str, JsonColumn] = {}
+        self._seen: dict[str, SeenValues] = {}
         self._features: dict[str, Any] = {}
 
     def declare(self, name: str, found: pa.DataType, feature: Any = None) -> None:
@@ -225,7 +225,7 @@ class CarriedTypes:
         for name, value in carried.items():
             column = self._seen.get(name)
             if column is None:
-                column = self._seen[name] = JsonColumn()
+                column = self._seen[name] = SeenValues()
             column.add(value)
 
     def schema(self) -> pa.Schema:
@@ -237,7 +237,8 @@ class CarriedTypes:
         for name in dict.fromkeys([*self._declared, *self._seen]):
             types = list(self._declared.get(name, []))
             if name in self._seen:
-                types.append(self._seen[name].unified())
+                found = self._seen[name].unified()
+                types.append(pa.string() if found is None else found)
             fields.append(pa.field(name, unify_types(types)))
         info = {"info": {"features": self._features}}
         return pa.schema(fields, {b"huggingface": json.dumps(info).encode()} if self._features else None)

@@ -86,6 +86,7 @@ class Manifest:
         cursor = RowCursor(wanted)
         first_row = 0
         for file in self.files:
+            cursor.wants(first_row)  # passes the ranges that ended with the file before
             if cursor.done:
                 return
             first_row += yield from self._check_file(file, first_row, cursor)

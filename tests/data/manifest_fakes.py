@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +53,23 @@ def prompt_set(name: str) -> Path:
     if not path.exists():
         pytest.skip(f"needs {path}")
     return path
+
+
+_SCAN = """
+import sys
+from offline_diffusion.data.manifest import open_manifest
+from offline_diffusion.data.scan import scan
+index = scan(open_manifest([sys.argv[1]]))
+assert index.num_rows == int(sys.argv[2]), index
+# Not getrusage: its peak is inherited from the process that started this one.
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+def scan_peak_mib(path: Path, num_rows: int) -> int:
+    """Peak memory of a process of its own that scans ``path``."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc")
+    command = [sys.executable, "-c", _SCAN, str(path), str(num_rows)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return int(done.stdout) // 1024

@@ -6,8 +6,6 @@ import datetime as dt
 import decimal
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,7 @@ import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from manifest_fakes import ROOT, good_rows, items, only_fault, opened, prompts
+from manifest_fakes import good_rows, items, only_fault, opened, prompts, scan_peak_mib
 
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import scan
@@ -199,22 +197,6 @@ def test_rows_with_large_values_come_in_small_batches(tmp_path: Path) -> None:
     assert [row.carried["blob"] for row in good_rows(path)] == blobs
 
 
-MEMORY_SCRIPT = """
-import resource, sys
-from offline_diffusion.data.manifest import open_manifest
-from offline_diffusion.data.scan import scan
-index = scan(open_manifest([sys.argv[1]]))
-assert index.num_rows == int(sys.argv[2]), index
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
-"""
-
-
-def peak_mib(path: Path, num_rows: int) -> int:
-    command = [sys.executable, "-c", MEMORY_SCRIPT, str(path), str(num_rows)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    return int(done.stdout)
-
-
 def test_one_huge_row_group_does_not_change_the_memory(tmp_path: Path) -> None:
     num_rows = 120_000
     rng = np.random.default_rng(0)
@@ -224,7 +206,7 @@ def test_one_huge_row_group_does_not_change_the_memory(tmp_path: Path) -> None:
     control = write(tmp_path / "many.parquet", table, row_group_size=5_000)
     huge = write(tmp_path / "one.parquet", table, row_group_size=num_rows)
     assert pq.ParquetFile(huge).metadata.num_row_groups == 1
-    assert peak_mib(huge, num_rows) <= peak_mib(control, num_rows) + 20
+    assert scan_peak_mib(huge, num_rows) <= scan_peak_mib(control, num_rows) + 20
 
 
 # --- datasets ---------------------------------------------------------------------------------

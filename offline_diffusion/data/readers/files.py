@@ -34,7 +34,7 @@ ByteStream: TypeAlias = "io.BufferedReader[Any]"
 
 HEAD_BYTES = 256 * 1024
 MAX_LINE_BYTES = 16 * 2**20
-BUFFER_BYTES = 2**20
+BUFFER_BYTES = 128 * 1024
 BOM = b"\xef\xbb\xbf"
 
 _CODECS = {

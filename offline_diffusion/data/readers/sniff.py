@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any
 
-from offline_diffusion.data.columns import names_prompt
+from offline_diffusion.data.columns import KNOWN_COLUMNS, names_prompt
 from offline_diffusion.data.readers.arrow import ParquetReader
 from offline_diffusion.data.readers.base import BrokenRecord, DamagedError, Reader
 from offline_diffusion.data.readers.delimited import DELIMITERS, DelimitedReader, read_header
@@ -109,21 +111,36 @@ def _json_reader(file: DataFile, head: bytes, suffix: str) -> Reader | None:
     values = [decode_json(line) for line in lines[:NUM_LINES_LOOKED_AT]]
     num_objects = sum(isinstance(value, dict) for value in values)
     is_lines = suffix in JSON_LINES_SUFFIXES or num_objects * 2 > len(values)
-    if _is_document(head, values, num_objects) or (is_lines and _maps_ids(values, suffix)):
+    if _is_document(head, values, suffix) or (is_lines and _maps_ids(values, suffix)):
         _refuse_single_object(file, head)
         return JsonDocumentReader(file)
-    return JsonLinesReader(file) if is_lines else None
+    if is_lines or (not values and head.removeprefix(BOM).lstrip().startswith(b"{")):
+        return JsonLinesReader(file)
+    return None
 
 
-def _is_document(head: bytes, values: list[Any], num_objects: int) -> bool:
+def _is_document(head: bytes, values: list[Any], suffix: str) -> bool:
     """Whether the lines belong to one JSON value (``values`` is what each line holds on its own)."""
     opening = head.removeprefix(BOM).lstrip()[:1]
     if opening not in (b"[", b"{") or not _starts_document(head):
         return False
-    if values and not isinstance(values[0], BrokenRecord):  # the first line is complete in itself
+    if not values:  # the first line is longer than the head
+        return opening == b"[" or not _is_one_long_row(head, suffix)
+    if not isinstance(values[0], BrokenRecord):  # the first line is complete in itself
         return len(values) == 1 and isinstance(values[0], list)
+    num_objects = sum(isinstance(value, dict) for value in values)
     # In a list that is written a row a line, the last row can be an object in itself: no comma follows it.
     return num_objects * 2 <= len(values) if opening == b"[" else not num_objects
+
+
+def _is_one_long_row(head: bytes, suffix: str) -> bool:
+    """Whether the object that fills the head is a row, not an object of ids."""
+    entries = [entry for entry in islice(_elements(head), NUM_LINES_LOOKED_AT) if isinstance(entry, dict)]
+    keys = [key for entry in entries for key in entry]
+    if not entries or any(names_prompt(key) or key in KNOWN_COLUMNS for key in keys):
+        return True
+    values = [value for entry in entries for value in entry.values()]
+    return suffix in JSON_LINES_SUFFIXES and not all(isinstance(value, dict) for value in values)
 
 
 def _maps_ids(values: list[Any], suffix: str) -> bool:
@@ -140,28 +157,29 @@ def _maps_ids(values: list[Any], suffix: str) -> bool:
     )
 
 
-def _starts_document(head: bytes) -> bool:
-    """Whether ``head`` begins a list or an object whose first complete element is sound."""
+def _elements(head: bytes) -> Iterator[Any]:
+    """What ``head`` holds of the elements of one JSON list or object: an entry is an object of one key."""
     splitter = ElementSplitter(_as_stream(head))
     try:
-        _, raw = next(iter(splitter))
-    except (DamagedError, StopIteration):
-        # No element is complete: an empty document, or one element larger than the head.
-        return len(head) == HEAD_BYTES or not head.strip(b" \t\r\n[]{}" + BOM)
-    value = decode_json(b"{" + raw + b"}" if splitter.is_object else raw)
-    return not isinstance(value, BrokenRecord)
+        for _, raw in splitter:
+            yield decode_json(b"{" + raw + b"}" if splitter.is_object else raw)
+    except DamagedError:  # the head ends before the document does
+        return
+
+
+def _starts_document(head: bytes) -> bool:
+    """Whether ``head`` begins a list or an object whose first complete element is sound."""
+    first = next(_elements(head), None)
+    if first is not None:
+        return not isinstance(first, BrokenRecord)
+    # No element is complete: an empty document, or one element larger than the head.
+    return len(head) == HEAD_BYTES or not head.strip(b" \t\r\n[]{}" + BOM)
 
 
 def _refuse_single_object(file: DataFile, head: bytes) -> None:
-    splitter = ElementSplitter(_as_stream(head))
-    if not splitter.is_object:
-        return
-    try:
-        _, raw = next(iter(splitter))
-    except (DamagedError, StopIteration):
-        return
-    entry = decode_json(b"{" + raw + b"}")
-    if isinstance(entry, dict) and any(names_prompt(key) for key in entry):
+    first = next(_elements(head), None)
+    is_object = head.removeprefix(BOM).lstrip().startswith(b"{")
+    if is_object and isinstance(first, dict) and any(names_prompt(key) for key in first):
         raise ManifestError(
             f"{file.name}: is one row written over several lines", hint="put it in a list: [{…}]"
         )
