@@ -35,3 +35,14 @@ def test_a_packed_layer_tracks_no_gradients() -> None:
 def test_rows_are_not_padded_on_a_cpu() -> None:
     x = torch.randn(3, 4)
     assert pad_rows(x, 64) is x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "columns"), [(64, 192), (64, 64), (256, 64)])
+def test_a_rows_bits_do_not_depend_on_the_other_rows(dtype: torch.dtype, width: int, columns: int) -> None:
+    torch.manual_seed(0)
+    packed = PackedLinear(nn.Linear(width, columns, dtype=dtype))
+    x = torch.randn(700, width, dtype=dtype)
+    together = packed(x)
+    for start, stop in [(0, 1), (3, 4), (0, 17), (100, 229), (37, 700), (699, 700)]:
+        assert torch.equal(packed(x[start:stop]), together[start:stop])
