@@ -128,7 +128,7 @@ class _Task:
         if todo and not self.stop.requests:
             self.observer(Progress(phase="loading", num_images=index.num_images))
             finished = self._draw(self.make_engine(config, checkpoint), manifest, index, ledger, todo)
-            write_card(ledger)
+        write_card(ledger)
         ledger.finish()
         kept = [before[shard.index] for shard in shards if shard.index not in unfinished]
         return self._summary(ledger, index, shards, kept, finished=finished)

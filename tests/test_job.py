@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from job_fakes import Runner, contents, decode, pixels_by_key, read_schema, read_table, write_jsonl
+from job_fakes import SMALL, Runner, contents, decode, pixels_by_key, read_schema, read_table, write_jsonl
 
 from offline_diffusion.data.verify import verify
 from offline_diffusion.job import JobSummary
@@ -186,6 +186,22 @@ def test_opens_with_datasets(job: tuple[Path, JobSummary]) -> None:
     metrics = datasets.load_dataset(str(job[0]), "metrics", split="train")
     assert set(metrics["status"]) == {"ok"}
     assert datasets.load_dataset(str(job[0]), split="train").features["image"] == datasets.Image()
+
+
+def test_datasets_does_not_mix_up_folders_or_states(tmp_path: Path) -> None:
+    """``datasets`` caches by the folder's last name; an earlier state or another job must not come back."""
+
+    def run(folder: str, count: int) -> list[str]:
+        out = tmp_path / folder / "out"
+        out.parent.mkdir(exist_ok=True)
+        rows = [{"id": f"{folder}{n}", "prompt": "a cup"} for n in range(count)]
+        manifest = write_jsonl(out.parent / "m.jsonl", rows)
+        Runner().run(manifest, out, allow_manifest_change=True, **SMALL)
+        return list(datasets.load_dataset(str(out), "images", split="train")["id"])
+
+    assert run("a", 2) == ["a0", "a1"]
+    assert run("b", 2) == ["b0", "b1"]
+    assert run("b", 3) == ["b0", "b1", "b2"]
 
 
 def test_the_card_speaks_of_the_finished_dataset(job: tuple[Path, JobSummary]) -> None:

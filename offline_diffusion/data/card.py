@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,8 +46,9 @@ def make_card(ledger: Ledger) -> str:
     """The text of the card."""
     markers = ledger.markers().values()
     tables = _tables(markers)
+    state = _state(ledger, markers)
     header = {
-        "configs": [_config(table, default=table == tables[0]) for table in tables],
+        "configs": [_config(table, state, default=table == tables[0]) for table in tables],
         "task_categories": ["text-to-image"],
         "tags": ["offdiff", "synthetic"],
     }
@@ -61,8 +63,21 @@ def _tables(markers: Iterable[Marker]) -> list[str]:
     return [table for table in TABLES if table in present] or [IMAGES, METRICS]
 
 
-def _config(table: str, *, default: bool) -> dict[str, Any]:
-    config: dict[str, Any] = {"config_name": table, "data_files": f"{table}/*.parquet"}
+def _state(ledger: Ledger, markers: Iterable[Marker]) -> str:
+    """Names what is published now.
+
+    ``datasets`` finds what it has read before by the folder's last name and these configs: without the
+    state it would show the data of an earlier state, or of another folder of the same name.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for marker in markers:
+        for file in marker.files:
+            digest.update(f"{file.path} {file.num_bytes} {file.sha256}\n".encode())
+    return f"job {ledger.job.job_id}, state {digest.hexdigest()}"
+
+
+def _config(table: str, state: str, *, default: bool) -> dict[str, Any]:
+    config: dict[str, Any] = {"config_name": table, "data_files": f"{table}/*.parquet", "description": state}
     return config | {"default": True} if default else config
 
 
