@@ -50,14 +50,14 @@ class SamplingParams:
             raise ValueError("num_images_per_prompt must be an integer of at least 1, got None")
         for name in ("height", "width", "num_inference_steps", "num_images_per_prompt"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
+            if value is not None and not (isinstance(value, (int, Integral)) and int(value) >= 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         for name in ("true_cfg_scale", "guidance_scale"):
             value = getattr(self, name)
             if value is not None and not (_is_finite(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
         seed = self.seed
-        if seed is not None and not (isinstance(seed, Integral) and 0 <= int(seed) <= MAX_SEED):
+        if seed is not None and not (isinstance(seed, (int, Integral)) and 0 <= int(seed) <= MAX_SEED):
             raise ValueError(f"seed must be an integer from 0 to 2**64-1, got {seed!r}")
         if not _is_finite(self.lora_scale):
             raise ValueError(f"lora_scale must be a finite number, got {self.lora_scale!r}")
@@ -66,7 +66,7 @@ class SamplingParams:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    return isinstance(value, (float, int, Real)) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
