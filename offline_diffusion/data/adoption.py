@@ -36,7 +36,7 @@ from offline_diffusion.errors import JobError
 
 _NOT_RESULTS = {"id", "row", "image_index", "status", "prompt", "image"}
 _RESULT_COLUMNS = [name for name in IMAGE_COLUMNS if name not in _NOT_RESULTS]
-_BATCH_ROWS = 16
+_BATCH_ROWS = 8
 
 Identity = tuple[str, str, int]
 """``(id, row_hash, image_index)``: the same in two manifests means the same image."""
@@ -67,7 +67,8 @@ def _published_records(folder: Path, shard: Shard) -> Iterator[tuple[str, Record
     metrics = _good_metrics(folder, shard)
     columns = ["row", "image_index", "image", *_RESULT_COLUMNS]
     for path in table_files(folder, IMAGES, shard):
-        for batch in pq.ParquetFile(path).iter_batches(_BATCH_ROWS, columns=columns):
+        parquet = pq.ParquetFile(path, pre_buffer=False)  # else it holds several row groups
+        for batch in parquet.iter_batches(_BATCH_ROWS, columns=columns):
             for values in batch.to_pylist():
                 key = values["row"], values["image_index"]
                 cost = next(metrics, None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 from pathlib import Path
 
 from offline_diffusion.data.files import create_file, read_json, replace_file, sync_folder, to_json
@@ -19,7 +18,6 @@ from offline_diffusion.data.job_file import (
     Difference,
     JobIdentity,
     differences,
-    job_from_dict,
     new_job,
     read_job,
 )
@@ -45,9 +43,11 @@ def change_manifest(out: Path, identity: JobIdentity, *, allowed: bool) -> None:
     """
     old = read_job(out)
     found = differences(old.identity, identity)
+    if not found:  # another process has changed it by now
+        return
     if not allowed or not all(difference.changeable for difference in found):
         raise _mismatch(out, found)
-    change = {"replaces": old.job_id, "job": new_job(identity).to_dict()}
+    change = {"old": old.to_dict(), "new": new_job(identity).to_dict()}
     create_file(out / _CHANGE, to_json(change), out / SCRATCH)
     finish_change(out)
     if found := differences(read_job(out).identity, identity):  # another process chose a third manifest
@@ -61,16 +61,16 @@ def finish_change(out: Path) -> None:
         change = read_json(path)
     except FileNotFoundError:
         return
-    if read_job(out).job_id == change["replaces"]:
-        job = job_from_dict(change["job"])
-        folder = out / STATE / f"{_SUPERSEDED}{job.job_id}"
+    old, new = change["old"], change["new"]
+    if read_job(out).job_id == old["job_id"]:
+        folder = out / STATE / f"{_SUPERSEDED}{new['job_id']}"
         folder.mkdir(exist_ok=True)
-        shutil.copyfile(out / JOB_FILE, folder / JOB_FILE)
+        replace_file(folder / JOB_FILE, to_json(old), out / SCRATCH)
         for name in (*TABLES, SHARDS, PARTIALS):
             _move_aside(out / name, folder / Path(name).name)
         for changed in (folder, out / STATE, out):
             sync_folder(changed)
-        replace_file(out / JOB_FILE, to_json(job.to_dict()), out / SCRATCH)
+        replace_file(out / JOB_FILE, to_json(new), out / SCRATCH)
     path.unlink(missing_ok=True)
 
 
@@ -80,16 +80,20 @@ def _move_aside(source: Path, target: Path) -> None:
     A folder cannot be renamed onto one that is not empty, and what moves is never empty: so a
     process that comes late cannot move what was written after the change.
     """
-    source.mkdir(exist_ok=True)
-    (source / _MOVED).touch()
-    try:
-        os.rename(source, target)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        (source / _MOVED).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            source.rmdir()
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(source)
+        try:
+            (source / _MOVED).touch()
+            os.rename(source, target)
+            return
+        except FileNotFoundError:  # another process has just moved it: look again
+            continue
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            (source / _MOVED).unlink(missing_ok=True)
+            return
 
 
 def _mismatch(out: Path, found: list[Difference]) -> JobMismatchError:

@@ -90,13 +90,13 @@ class Sink:
         self._error: BaseException | None = None
         self._error_raised = False
         self._finished_at: deque[float] = deque()
+        self._encoders = ThreadPoolExecutor(num_threads, thread_name_prefix="offdiff-encode")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="offdiff-write")
         self._heartbeat = Heartbeat(task=task, num_tasks=num_tasks, worker=worker)
         self._beat()
         self._stopped = threading.Event()
         self._beater = threading.Thread(target=self._beat_on, name="offdiff-heartbeat", daemon=True)
         self._beater.start()
-        self._encoders = ThreadPoolExecutor(num_threads, thread_name_prefix="offdiff-encode")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="offdiff-write")
 
     def open_shard(
         self,

@@ -21,7 +21,7 @@ from offline_diffusion.data.partial import ImageKey
 from offline_diffusion.data.schemas import FAILURES_SCHEMA, INVALID_ROW, METRICS_SCHEMA, images_schema
 from offline_diffusion.errors import JobError
 
-_BATCH_ROWS = 32
+_BATCH_ROWS = {IMAGES: 8, METRICS: 1_000, FAILURES: 1_000}
 _MAX_PROBLEMS = 1_000
 
 
@@ -227,7 +227,8 @@ class _ShardCheck:
 
     def _rows(self, table: str, columns: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         for path in table_files(self._out, table, self._shard):
-            for batch in pq.ParquetFile(path).iter_batches(_BATCH_ROWS, columns=columns):
+            parquet = pq.ParquetFile(path, pre_buffer=False)  # else it holds several row groups
+            for batch in parquet.iter_batches(_BATCH_ROWS[table], columns=columns):
                 yield path.relative_to(self._out).as_posix(), batch.to_pylist()
 
     def _check_metrics(self) -> tuple[list[ImageKey], list[tuple[int, int | None]]]:

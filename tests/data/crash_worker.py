@@ -2,6 +2,7 @@
 
 ``crash SCENARIO ROOT STEP`` runs a job again and again in folder ``ROOT/<n>``, dying at its n-th call to
 the operating system that changes the disk, then runs it to the end, until one run needs no n-th call.
+``race KIND ROOT ROUNDS`` opens folders by several processes at once: KIND is ``open`` or ``change``.
 ``storm ROOT KILLS`` runs one job in ``ROOT/out`` and kills it at random moments, then lets it end.
 """
 
@@ -158,6 +159,43 @@ def crash(scenario: str, root: Path, step: int) -> None:
             return
 
 
+def race(kind: str, root: Path, rounds: int) -> None:
+    """Five tasks start at the same moment; each writes a file once it has opened the folder."""
+    before = root / "before"
+    if kind == "change":
+        assert wait(fork(lambda: before_change(before))) == 0
+    for number in range(rounds):
+        out = root / str(number)
+        if kind == "change":
+            shutil.copytree(before, out)
+        start = time.time() + 0.02
+
+        def task(out: Path = out, start: float = start) -> None:
+            while time.time() < start:
+                pass
+            changes = {"manifest": {"n": 2}, "allow_manifest_change": True} if kind == "change" else {}
+            ledger = open_ledger(out, 4, 2, options={"image_format": "png"}, **changes)
+            (out / "images" / f".job-{ledger.job.job_id}-{os.getpid()}").touch()
+
+        tasks = [fork(task) for _ in range(5)]
+        assert [wait(pid) for pid in tasks] == [0] * 5, number
+        job_id = Ledger(out).job.job_id
+        assert len(list((out / "images").glob(f".job-{job_id}-*"))) == 5, number
+        if kind == "change":
+            check_change(out)
+
+
+def check_change(out: Path) -> None:
+    """Everything of the old job, and nothing of the new one, moved aside once."""
+    assert not (out / "_state" / "change.json").exists()
+    (superseded,) = (out / "_state").glob("superseded-*")
+    assert Ledger(superseded).job.identity.manifest != Ledger(out).job.identity.manifest
+    assert [path.name for path in (superseded / "images").glob("*.parquet")] == ["shard-00000.parquet"]
+    assert [path.name for path in (superseded / "shards").glob("*.json")] == ["shard-00000.json"]
+    assert len(list((superseded / "partial").glob("shard-00001.*.arrows"))) == 1
+    assert not list((superseded / "images").glob(".job-*"))
+
+
 def storm_job(out: Path, log: Path) -> None:
     rows = make_rows(STORM_ROWS, images=2, faults=STORM_FAULTS)
     ledger = open_ledger(out, STORM_ROWS, 8)
@@ -213,7 +251,10 @@ def storm(root: Path, kills: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "crash":
-        crash(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    command, *rest = sys.argv[1:]
+    if command == "crash":
+        crash(rest[0], Path(rest[1]), int(rest[2]))
+    elif command == "race":
+        race(rest[0], Path(rest[1]), int(rest[2]))
     else:
-        storm(Path(sys.argv[2]), int(sys.argv[3]))
+        storm(Path(rest[0]), int(rest[1]))

@@ -1,4 +1,3 @@
-import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -12,16 +11,13 @@ from output_fakes import (
     CARRIED,
     all_images,
     contents,
-    make_identity,
     make_output,
     make_row,
-    make_rows,
     open_ledger,
     read_table,
     run_job,
 )
 
-from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.rows import ManifestRow
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.data.verify import verify
@@ -156,34 +152,3 @@ def test_a_damaged_published_shard_is_named(tmp_path: Path) -> None:
     ledger.marker_path(ledger.shards[0]).unlink()
     run_job(ledger, rows)
     assert verify(tmp_path, num_threads=1).ok
-
-
-def _change_at(out: Path, gate: Any, results: "multiprocessing.Queue[str]") -> None:
-    identity = make_identity(5, 2, manifest={"sha256": "new"}, options={"image_format": "png"})
-    ledger = Ledger(out)
-    gate.wait(60)
-    try:
-        ledger.open(identity, allow_manifest_change=True)
-        (out / "images" / f"probe-{os.getpid()}").write_text("written after the change")
-        results.put(ledger.job.job_id)
-    except Exception as error:
-        results.put(repr(error))
-
-
-def test_tasks_that_change_the_manifest_together_agree(tmp_path: Path) -> None:
-    run_job(open_ledger(tmp_path, 4, 2, options={"image_format": "png"}), make_rows(4))
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    gate = spawn.Barrier(4)
-    tasks = [spawn.Process(target=_change_at, args=(tmp_path, gate, results)) for _ in range(4)]
-    for task in tasks:
-        task.start()
-    job_ids = {results.get(timeout=60) for _ in tasks}
-    for task in tasks:
-        task.join()
-    assert job_ids == {Ledger(tmp_path).job.job_id}
-    assert len(list((tmp_path / "images").glob("probe-*"))) == 4
-    (superseded,) = (tmp_path / "_state").glob("superseded-*")
-    assert len(list((superseded / "images").glob("*.parquet"))) == 2
-    assert len(list((superseded / "shards").glob("*.json"))) == 2
-    assert not (tmp_path / "_state" / "change.json").exists()

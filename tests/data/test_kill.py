@@ -1,4 +1,4 @@
-"""kill -9 at any moment: the dataset equals an uninterrupted run's."""
+"""kill -9 at any moment: the dataset equals an uninterrupted run's. And several tasks at once."""
 
 import os
 import subprocess
@@ -37,6 +37,11 @@ def test_dying_before_any_change_of_the_disk_loses_nothing(tmp_path: Path, scena
         assert report.problems == [], number
         assert report.pending == [], number
         assert list((out / "_state" / "partial").iterdir()) == [], number
+
+
+@pytest.mark.parametrize("kind", ["open", "change"])
+def test_tasks_that_start_together_agree_on_one_job(tmp_path: Path, kind: str) -> None:
+    worker("race", kind, str(tmp_path), "25")
 
 
 def test_a_storm_of_kills_changes_nothing(tmp_path: Path) -> None:

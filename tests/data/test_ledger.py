@@ -1,16 +1,14 @@
 import json
-import multiprocessing
 import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from output_fakes import CARRIED, contents, make_identity, make_rows, open_ledger, run_job
+from output_fakes import CARRIED, contents, make_rows, open_ledger, run_job
 
 from offline_diffusion.data.ledger import Ledger, make_shards
 from offline_diffusion.errors import JobError, JobMismatchError
@@ -129,29 +127,6 @@ def test_readers_refuse_a_folder_that_is_not_ours(tmp_path: Path) -> None:
         _ = Ledger(tmp_path).job
     with pytest.raises(JobError, match="not an output folder of offdiff"):
         _ = Ledger(tmp_path / "nowhere").job
-
-
-def _open_at(out: Path, gate: Any, results: "multiprocessing.Queue[str]") -> None:
-    ledger = Ledger(out)
-    gate.wait(60)
-    try:
-        ledger.open(make_identity(10, 4))
-        results.put(ledger.job.job_id)
-    except Exception as error:
-        results.put(repr(error))
-
-
-def test_tasks_that_start_together_agree_on_one_job(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    gate = spawn.Barrier(3)
-    tasks = [spawn.Process(target=_open_at, args=(tmp_path / "out", gate, results)) for _ in range(3)]
-    for task in tasks:
-        task.start()
-    ids = {results.get(timeout=60) for _ in tasks}
-    for task in tasks:
-        task.join()
-    assert ids == {Ledger(tmp_path / "out").job.job_id}
 
 
 def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
