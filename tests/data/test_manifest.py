@@ -12,11 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from manifest_fakes import good_rows, items, only_fault, opened, prompt_set, prompts, write_jsonl
+from manifest_fakes import ROOT, good_rows, items, only_fault, opened, prompt_set, prompts, write_jsonl
 
 from offline_diffusion.data.manifest import same_manifest
 from offline_diffusion.data.readers.base import RowCursor
 from offline_diffusion.data.rows import ManifestRow, RowFault
+from offline_diffusion.data.scan import scan
 from offline_diffusion.errors import ManifestError
 
 # --- ranges -----------------------------------------------------------------------------------
@@ -272,3 +273,17 @@ def test_one_of_every_fault(tmp_path: Path) -> None:
         assert (fault.row, fault.line, fault.file) == (2 * index, 2 * index + 1, str(path))
         assert (fault.column, fault.value) == (column, value)
         assert fault.reason
+
+
+# --- the samples ------------------------------------------------------------------------------
+
+SAMPLES = sorted(path for path in (ROOT / "manifests").iterdir() if path.name != "README.md")
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
+def test_every_sample_runs_and_is_on_the_page(path: Path) -> None:
+    index = scan(opened(path))
+    assert index.num_rows > 1
+    assert bool(index.num_faults) == (path.name == "faulty.jsonl")
+    name = path.name + "/" * path.is_dir()
+    assert f"`{name}`" in (ROOT / "manifests" / "README.md").read_text(encoding="utf-8")
