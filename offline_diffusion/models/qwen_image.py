@@ -47,7 +47,7 @@ class _Stream:
         scatter_qkv(qkv, *weights, eps, to_joint, rotary.cos, rotary.sin, out)
 
     def mlp(self, x: Tensor) -> Tensor:
-        return self.mlp_out(F.gelu(self.mlp_in(x), approximate="tanh"))
+        return self.mlp_out(self.mlp_in.gelu(x))
 
 
 class _Block:

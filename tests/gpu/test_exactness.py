@@ -128,3 +128,13 @@ def test_attention_backends_agree_with_the_reference(name: str) -> None:
         error = (out[start : start + length] - expected).norm() / expected.norm()
         assert error < 6e-3
         start += length
+
+
+def test_fused_gelu_is_the_tanh_approximation(gpu_model: Any) -> None:
+    layer = gpu_model._blocks[0].img.mlp_in
+    x = torch.randn(300, layer.weight.shape[1], device="cuda", dtype=torch.bfloat16)
+    wide = x.double() @ layer.weight.double().t() + layer.bias.double()
+    expected = torch.nn.functional.gelu(wide, approximate="tanh")
+    error = (layer.gelu(x).double() - expected).norm() / expected.norm()
+    assert error < 4e-3
+    assert torch.equal(layer.gelu(x)[100:117], layer.gelu(x[100:117]))
