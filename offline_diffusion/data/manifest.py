@@ -18,6 +18,7 @@ from offline_diffusion.data.readers.base import BrokenRecord, Reader, Record, Ro
 from offline_diffusion.data.readers.files import DAMAGED_HINT, READ_ERRORS
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.sources import SourceExpander
+from offline_diffusion.data.values import show
 from offline_diffusion.errors import ManifestError, did_you_mean
 
 NUM_SAMPLE_ROWS = 200
@@ -225,6 +226,7 @@ def _nothing_readable(name: str, first: Record) -> ManifestError:
 
 
 def _no_prompt_column(name: str, columns: list[str]) -> ManifestError:
+    columns = [show(column) for column in columns]
     shown = ", ".join(columns[:20]) + (", …" if len(columns) > 20 else "")
     close = next((c for c in columns if did_you_mean(c, ("prompt", "prompts", "caption", "text"))), None)
     close = close or next((c for c in columns if "prompt" in c.lower() or "caption" in c.lower()), None)
@@ -243,9 +245,9 @@ def _check_mapped(
     Raises:
         ManifestError: It is in none, and no file could have it further down.
     """
-    seen = set().union(*columns)
+    seen = {show(column) for column in set().union(*columns)}
     for theirs, ours in column_map.items():
-        if theirs not in seen and all(file.schema is not None for file in files):
+        if show(theirs) not in seen and all(file.schema is not None for file in files):
             close = did_you_mean(theirs, seen)
             raise ManifestError(
                 f"--map {theirs}={ours}: no file has a column {theirs!r}",
