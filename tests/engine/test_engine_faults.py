@@ -276,26 +276,29 @@ def test_a_broken_device_stops_the_engine_and_blames_no_row(stage: str) -> None:
 # --- what is kept alive ---------------------------------------------------------------------------
 
 
-def test_a_failed_step_leaves_no_tensors_behind() -> None:
+@pytest.mark.parametrize("error_class", [torch.OutOfMemoryError, ValueError])
+def test_the_tensors_of_a_failed_step_are_gone_before_it_is_tried_again(
+    error_class: type[Exception],
+) -> None:
     model = FakeModel()
-    alive: list[weakref.ref[torch.Tensor]] = []
+    scratches: list[weakref.ref[torch.Tensor]] = []
+    num_alive: list[int] = []
 
     def hook(batch: PackedInput) -> None:
+        num_alive.append(sum(scratch() is not None for scratch in scratches))
         scratch = torch.zeros(1000)
-        alive.append(weakref.ref(scratch))
-        raise torch.OutOfMemoryError("tried to allocate")
+        scratches.append(weakref.ref(scratch))
+        raise error_class("no")
 
     model.on_denoise = hook
-    engine = Engine(model, EngineConfig())
-    engine.add_request(make_request("a"))
-    engine.add_request(make_request("b"))
     gc.disable()  # reference counts alone must do
     try:
-        engine.step()
-        assert alive
-        assert all(tensor() is None for tensor in alive)
+        outputs = run(model, [make_request("a"), make_request("b")])
     finally:
         gc.enable()
+    assert {output.status for output in outputs.values()} == {"failed"}
+    assert len(num_alive) > 2
+    assert set(num_alive) == {0}
 
 
 def test_an_output_keeps_no_latents_alive() -> None:

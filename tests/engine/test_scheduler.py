@@ -155,16 +155,32 @@ def test_waves_are_alike_and_run_to_their_end(
 @pytest.mark.parametrize("num_tokens", [1, 50, 100, 150], ids=["small", "half", "all", "oversize"])
 def test_an_endless_stream_of_better_requests_cannot_starve_the_head(num_tokens: int) -> None:
     scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=100, policy="pack")
-    num_steps = 10
     scheduler.add(ScheduledRequest("poor", num_tokens, 1))
-    for iteration in range(MAX_BYPASSED * num_steps + num_steps + 1):
-        for lane in range(8):  # each more work than the head, arriving faster than they can run
-            scheduler.add(ScheduledRequest(f"{iteration}-{lane}", 40, num_steps))
+    longest, num_passed = 9, 0
+    for iteration in range(longest * (MAX_BYPASSED + 2)):
+        for lane in range(3):  # each more work than the head, more than can run, ending at odd moments
+            steps = longest - (iteration + 2 * lane) % 3
+            scheduler.add(ScheduledRequest(f"{iteration}-{lane}", 50, steps))
         pack = scheduler.schedule()
         if any(entry.request_id == "poor" for entry in pack.running):
+            assert 0 < num_passed <= MAX_BYPASSED
             return
+        num_passed += bool(pack.admitted)
         scheduler.advance()
     pytest.fail("the head never ran")
+
+
+def test_the_head_is_next_once_it_was_passed_often_enough() -> None:
+    """One slot: every schedule admits one, and the head is the least work of all."""
+    scheduler = Scheduler(max_num_seqs=1, max_num_batched_tokens=100, policy="pack")
+    scheduler.add(ScheduledRequest("poor", 1, 1))
+    for index in range(40):
+        scheduler.add(ScheduledRequest(str(index), 50, 1))
+    admitted = []
+    for _ in range(MAX_BYPASSED + 1):
+        admitted += [entry.request_id for entry in scheduler.schedule().admitted]
+        scheduler.advance()
+    assert admitted == [*map(str, range(MAX_BYPASSED)), "poor"]
 
 
 def test_pack_takes_the_most_work_that_fits_first() -> None:
