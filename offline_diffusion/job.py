@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offline_diffusion.config import LAYOUT_OPTIONS, PIXEL_OPTIONS, JobConfig
 from offline_diffusion.data.card import write_card
@@ -82,6 +82,12 @@ def _load_engine(config: JobConfig, checkpoint: Checkpoint) -> Engine:
     from offline_diffusion.models.loader import load_model
 
     return Engine(load_model(config, checkpoint), config)
+
+
+def _content(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a manifest's fingerprint makes it another one; a file only moved or touched does not."""
+    files = [{key: file[key] for key in ("size", "digest")} for file in fingerprint["files"]]
+    return {**fingerprint, "files": files}
 
 
 def row_defaults(config: JobConfig) -> RowDefaults:
@@ -159,7 +165,7 @@ class _Task:
         options = self.config.model_dump(mode="json", include=set(PIXEL_OPTIONS + LAYOUT_OPTIONS))
         return JobIdentity(
             model=checkpoint.identity,
-            manifest=index.fingerprint,
+            manifest=_content(index.fingerprint),
             options=options,
             num_rows=index.num_rows,
             shard_size=self.config.shard_size,
