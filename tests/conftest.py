@@ -34,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
         HF_MODULES_CACHE=str(home / "huggingface" / "modules"),
         XDG_CACHE_HOME=str(home / "cache"),
     )
+    if not Path("/dev/nvidiactl").exists():
+        # Triton reads this on its first import, which diffusers may do before any test of a kernel.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     # torch.set_num_threads(2) without importing torch, for subprocesses as well.
     os.environ.setdefault("OMP_NUM_THREADS", "2")
 

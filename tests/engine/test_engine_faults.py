@@ -310,7 +310,7 @@ def test_an_output_keeps_no_latents_alive() -> None:
         latents.append(weakref.ref(own))
         return plain(own, height, width)
 
-    model.post_decode = post_decode  # type: ignore[method-assign]
+    model.post_decode = post_decode  # type: ignore[method-assign,assignment]
     outputs = run(model, neighbours())
     gc.collect()
     assert len(outputs) == 4
