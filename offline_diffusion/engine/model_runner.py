@@ -19,8 +19,8 @@ from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
 from offline_diffusion.request import Request
 
-PROMPT_CACHE_SIZE = 1024
-"""Encoded prompts kept for reuse; at full size one is at most 3 MB."""
+PROMPT_CACHE_TOKENS = 65_536
+"""Text tokens of encoded prompts kept for reuse; at full size 400 MB."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class DecodedImage:
     Args:
         request: Whose.
         pixels: uint8 ``[height, width, 3]``, host memory; valid once ``ready()``.
-        is_finite: One bool, host memory: whether the final latents were all finite.
+        is_finite: One bool, host memory: whether latents and image were finite all over.
         done: Recorded after the copy; None where work is synchronous.
         start: Recorded before the decode, likewise.
         seconds: Decode time where work is synchronous.
@@ -59,7 +59,8 @@ class DecodedImage:
         return float(self.start.elapsed_time(self.done)) / 1000
 
     def to_numpy(self) -> np.ndarray:
-        return self.pixels.numpy()
+        """A copy where the memory is pinned, which is scarce."""
+        return self.pixels.numpy() if self.done is None else self.pixels.numpy().copy()
 
 
 class ModelRunner:
@@ -73,6 +74,7 @@ class ModelRunner:
         self.model = model
         self._batch: PackedBatch | None = None
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._num_cached_tokens = 0
         self._decoding: deque[DecodedImage] = deque()
         on_gpu = model.device.type == "cuda"
         self._side_stream = torch.cuda.Stream(model.device) if on_gpu else None
@@ -97,14 +99,17 @@ class ModelRunner:
         embeds = self._prompts.get(prompt.input_ids)
         if embeds is None:
             embeds = self._prompts[prompt.input_ids] = self.model.prepare_encode(prompt)
-            if len(self._prompts) > PROMPT_CACHE_SIZE:
-                self._prompts.popitem(last=False)
+            self._num_cached_tokens += prompt.num_tokens
+            while self._num_cached_tokens > PROMPT_CACHE_TOKENS and len(self._prompts) > 1:
+                _, oldest = self._prompts.popitem(last=False)
+                self._num_cached_tokens -= oldest.shape[0]
         self._prompts.move_to_end(prompt.input_ids)
         return embeds
 
     def drop_prompts(self) -> None:
         """Forgets encoded prompts that no request holds."""
         self._prompts.clear()
+        self._num_cached_tokens = 0
 
     # --- denoise -----------------------------------------------------------------------------
 
@@ -141,9 +146,11 @@ class ModelRunner:
         self._decoding.append(image)
 
     def _post_decode(self, prepared: PreparedRequest) -> tuple[Tensor, Tensor]:
+        """Pixels uint8 ``[height, width, 3]``, and whether latents and image are finite all over."""
         request = prepared.request
-        pixels = self.model.post_decode(prepared.latents, request.height, request.width)
-        return pixels, prepared.latents.isfinite().all()
+        image = self.model.post_decode(prepared.latents, request.height, request.width)
+        is_finite = prepared.latents.isfinite().all() & image.isfinite().all()
+        return (image * 255).round().to(torch.uint8).contiguous(), is_finite
 
     def _decode_beside(self, prepared: PreparedRequest, stream: torch.cuda.Stream) -> DecodedImage:
         stream.wait_stream(torch.cuda.current_stream(self.model.device))

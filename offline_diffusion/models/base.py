@@ -24,7 +24,7 @@ GuidanceRule = Literal["plain", "norm_rescale"]
 class TokenizedPrompt:
     """A prompt as token ids, cut to the model's limit.
 
-    ``num_tokens`` is the length of the text stream, ``truncated_tokens`` how many were cut.
+    ``num_tokens`` is the length of the text stream, ``truncated_tokens`` how many of the prompt were cut.
     """
 
     input_ids: tuple[int, ...]
@@ -111,5 +111,5 @@ class DiffusionModel(Protocol):
         ...
 
     def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Pixels uint8 ``[height, width, 3]`` of one request's final ``latents`` ``[S, C]``."""
+        """The image of one request's final ``latents`` ``[S, C]``: float32 ``[height, width, 3]``, 0 … 1."""
         ...

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offline_diffusion.attention.backends import AttentionFunction, load_backend
-from offline_diffusion.errors import UnsupportedModelError
+from offline_diffusion.errors import ModelError, UnsupportedModelError
 from offline_diffusion.kernels.packed_ops import gate_residual, norm_modulate, scatter_qkv
 from offline_diffusion.models.base import GuidanceRule, PackedInput, RotaryTable, TokenizedPrompt
 from offline_diffusion.models.capabilities import Capabilities
@@ -23,8 +23,6 @@ from offline_diffusion.models.layers import MIN_ROWS, PackedLinear, pad_rows
 from offline_diffusion.request import Request
 
 LAYER_NORM_EPS = 1e-6
-TOKENIZER_LIMIT = 1024
-"""Prompt tokens the pipeline feeds to the text encoder before it keeps the first 512."""
 
 
 class _Stream:
@@ -112,6 +110,7 @@ class QwenImage:
 
     Raises:
         UnsupportedModelError: The config turns on what is not built here; names it.
+        ModelError: The tokenizer does not fit the pipeline.
         BackendError: The attention backend does not work here.
     """
 
@@ -126,6 +125,7 @@ class QwenImage:
         self.num_latent_channels: int = transformer.config.in_channels
         self.attention_backend, self._attend = load_backend(attention_backend, device, self.dtype)
         self._pipeline, self._transformer = pipeline, transformer
+        self._num_head_tokens, self._num_tail_tokens = self._measure_template()
         self._img_in, self._txt_in = PackedLinear(transformer.img_in), PackedLinear(transformer.txt_in)
         self._blocks = [_Block(block) for block in transformer.transformer_blocks]
         self._norm_out = PackedLinear(transformer.norm_out.linear)
@@ -144,21 +144,39 @@ class QwenImage:
     # --- before the first step -------------------------------------------------------------
 
     def tokenize(self, prompt: str) -> TokenizedPrompt:
-        """Template, prompt and limits as in the pipeline; the template's head does not count."""
-        drop = self._pipeline.prompt_template_encode_start_idx
-        text = self._pipeline.prompt_template_encode.format(prompt)
-        input_ids = self._pipeline.tokenizer(text)["input_ids"]
-        kept = min(len(input_ids) - drop, self.capabilities.max_prompt_tokens)
-        cut = len(input_ids) - drop - kept
-        return TokenizedPrompt(tuple(input_ids[: TOKENIZER_LIMIT + drop]), kept, cut)
+        """Template, prompt and limit as in the pipeline; what the template adds is never counted as cut."""
+        input_ids = self._token_ids(self._pipeline.prompt_template_encode.format(prompt))
+        limit = self.capabilities.max_prompt_tokens
+        num_tokens = min(len(input_ids) - self._num_head_tokens, limit)
+        num_own = len(input_ids) - self._num_head_tokens - self._num_tail_tokens
+        cut = max(0, num_own - limit)
+        return TokenizedPrompt(tuple(input_ids[: self._num_head_tokens + num_tokens]), num_tokens, cut)
+
+    def _token_ids(self, text: str) -> list[int]:
+        ids: list[int] = self._pipeline.tokenizer(text)["input_ids"]
+        return ids
+
+    def _measure_template(self) -> tuple[int, int]:
+        """Tokens of the template before and after the prompt; the pipeline drops those before it.
+
+        Raises:
+            ModelError: The tokenizer is not the one the pipeline was made for.
+        """
+        head, tail = self._pipeline.prompt_template_encode.split("{}")
+        expected: int = self._pipeline.prompt_template_encode_start_idx
+        if (found := len(self._token_ids(head))) != expected:
+            raise ModelError(
+                f"the tokenizer makes {found} tokens of the prompt template's head, not {expected}",
+                hint="the checkpoint's tokenizer folder is damaged or belongs to another model",
+            )
+        return expected, len(self._token_ids(tail))
 
     def prepare_encode(self, prompt: TokenizedPrompt) -> Tensor:
         """Encoded alone: no padding, so no dependence on other prompts. ``[num_tokens, H]``."""
-        input_ids = torch.tensor([prompt.input_ids], device=self.device)
+        input_ids = torch.tensor([prompt.input_ids]).to(self.device, non_blocking=True)
         encoder = self._pipeline.text_encoder.model  # without the language head, whose logits nobody reads
         hidden = encoder(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).last_hidden_state
-        drop = self._pipeline.prompt_template_encode_start_idx
-        embeds = hidden[0, drop : drop + prompt.num_tokens].to(self.dtype)
+        embeds = hidden[0, self._num_head_tokens :].to(self.dtype)
         return self._txt_in(self._transformer.txt_norm(embeds))
 
     def prepare_latents(self, request: Request) -> Tensor:
@@ -220,7 +238,7 @@ class QwenImage:
     # --- after the last step -----------------------------------------------------------------
 
     def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """VAE decode of one request alone, uint8 ``[height, width, 3]``."""
+        """VAE decode of one request alone, float32 ``[height, width, 3]``, 0 … 1."""
         vae = self._pipeline.vae
         rows, columns = self._grid(height, width)
         channels = self.num_latent_channels // 4
@@ -228,8 +246,7 @@ class QwenImage:
         grid = grid.reshape(1, channels, 1, 2 * rows, 2 * columns).to(vae.dtype)
         grid = grid * self._latents_std + self._latents_mean
         image: Tensor = vae.decode(grid, return_dict=False)[0][0, :, 0].float()  # [3, h, w] in -1 … 1
-        scaled = (image * 0.5 + 0.5).clamp(0, 1) * 255
-        return scaled.round().to(torch.uint8).permute(1, 2, 0).contiguous()
+        return (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0)
 
 
 def dynamic_shift(num_image_tokens: int, config: Any) -> float:

@@ -96,7 +96,7 @@ class FakeModel:
 
     def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         self.on_decode(height, width)
-        return to_pixels(latents, height, width)
+        return to_pixels(latents, height, width).float() / 255
 
 
 def to_pixels(latents: Tensor, height: int, width: int) -> Tensor:

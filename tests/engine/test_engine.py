@@ -149,7 +149,7 @@ def test_an_inactive_negative_prompt_is_not_encoded() -> None:
 
 
 def test_the_prompt_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offline_diffusion.engine.model_runner.PROMPT_CACHE_SIZE", 3)
+    monkeypatch.setattr("offline_diffusion.engine.model_runner.PROMPT_CACHE_TOKENS", 3)
     model = FakeModel()
     engine = make_engine(model, max_num_seqs=1)
     prompts = ["a", "b", "a", "c", "a", "d", "b"]  # a is used again and again, b is the oldest at d

@@ -118,6 +118,24 @@ def test_latents_that_are_not_finite_fail_by_name(value: float) -> None:
     assert_untouched(outputs)
 
 
+def test_an_image_that_is_not_finite_fails_by_name() -> None:
+    """NaN made by the decoder alone: it must not become a black picture."""
+    model = FakeModel()
+    plain = model.post_decode
+
+    def post_decode(latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        image = plain(latents, height, width)
+        if (height, width) == (48, 16):
+            image[0, 0, 0] = float("nan")
+        return image
+
+    model.post_decode = post_decode  # type: ignore[method-assign]
+    bad = make_request("bad", height=48, width=16)
+    outputs = run(model, [make_request("a"), bad, make_request("b")])
+    assert (outputs["bad"].status, outputs["bad"].error_type) == ("failed", "nan")
+    assert [outputs[name].status for name in "ab"] == ["ok", "ok"]
+
+
 def test_a_prompt_that_cannot_be_encoded() -> None:
     model = FakeModel()
     model.on_encode = raising(RuntimeError("text encoder"), lambda text: "!" in text)

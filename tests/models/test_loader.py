@@ -97,3 +97,11 @@ def test_an_unknown_attention_backend_stops_before_work(tiny_model: Path) -> Non
     config = EngineConfig(model=str(tiny_model), device="cpu", attention_backend="fa3")
     with pytest.raises(BackendError, match="attention backend 'fa3' does not work here: needs a CUDA device"):
         load_model(config)
+
+
+def test_a_tokenizer_that_does_not_fit_the_template(folder: Path) -> None:
+    """Without its vocabulary transformers makes an empty tokenizer, which would draw wrong pictures."""
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        (folder / "tokenizer" / name).unlink(missing_ok=True)
+    with pytest.raises(ModelError, match="template"):
+        load_model(EngineConfig(model=str(folder), device="cpu"))

@@ -102,7 +102,7 @@ def test_prompts_over_the_limit_are_cut_as_the_pipeline_cuts_them(
     assert max_difference(output.pixels, draw_alone(tiny_pipeline, row)) <= 1
     # the text stream: prompt and the template's five last tokens, of which 512 are kept
     lengths = [len(tiny_pipeline.tokenizer(text)["input_ids"]) + 5 for text in (prompt, negative)]
-    assert output.metrics.truncated_tokens == sum(max(0, length - 512) for length in lengths)
+    assert output.metrics.truncated_tokens == sum(max(0, length - 5 - 512) for length in lengths)
     assert output.metrics.prompt_tokens == min(512, lengths[0])
     assert output.metrics.num_tokens == 2 * 12 + sum(min(512, length) for length in lengths)
 
@@ -122,7 +122,7 @@ def test_prompts_about_the_limit(model: DiffusionModel, tiny_pipeline: Any, num_
     )
     output = draw_packed(model, [row])["edge"]
     assert max_difference(output.pixels, draw_alone(tiny_pipeline, row)) <= 1
-    assert output.metrics.truncated_tokens == max(0, num_tokens + 5 - 512)
+    assert output.metrics.truncated_tokens == max(0, num_tokens - 512)
 
 
 @pytest.mark.parametrize("guided", [False, True], ids=["unguided", "guided"])
