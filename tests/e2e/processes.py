@@ -1,0 +1,93 @@
+"""``offdiff`` as a user starts it: in a process of its own, which can be signalled and killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+PATIENCE_S = 120.0
+
+
+def offdiff(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end."""
+    return subprocess.run(_command(*args), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+def _command(*args: str | Path) -> list[str]:
+    return [sys.executable, "-m", "offline_diffusion.cli.main", *map(str, args)]
+
+
+class Process:
+    """A command at work; ``lines`` are what it has said on standard error so far."""
+
+    def __init__(self, *args: str | Path) -> None:
+        self.lines: list[str] = []
+        self._popen = subprocess.Popen(
+            _command(*args), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._popen.stderr is not None
+        for line in self._popen.stderr:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def is_running(self) -> bool:
+        return self._popen.poll() is None
+
+    @property
+    def stderr(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for_line(self, start: str) -> bool:
+        """Waits until a line begins so; False when the process ends before."""
+        return self.wait_until(lambda: any(line.startswith(start) for line in self.lines))
+
+    def wait_until(self, condition: object, pause_s: float = 0.002) -> bool:
+        """Waits until ``condition()`` holds; False when the process ends before."""
+        assert callable(condition)
+        end = time.monotonic() + PATIENCE_S
+        while self.is_running:
+            if condition():
+                return True
+            assert time.monotonic() < end, f"nothing happened in {PATIENCE_S} s:\n{self.stderr}"
+            time.sleep(pause_s)
+        return False
+
+    def send(self, signal: int) -> None:
+        if self.is_running:
+            self._popen.send_signal(signal)
+
+    def wait(self) -> int:
+        """The exit code, negative when a signal killed it."""
+        code = self._popen.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        assert self._popen.stderr is not None
+        self._popen.stderr.close()
+        return code
+
+
+class Cost(NamedTuple):
+    """What a command took."""
+
+    code: int
+    seconds: float
+    peak_bytes: int
+
+
+def measure(*args: str | Path, stdout: Path) -> Cost:
+    """Runs a command to its end with its output in a file; seconds and peak memory of it alone."""
+    started = time.monotonic()
+    with stdout.open("wb") as stream:
+        actions = [(os.POSIX_SPAWN_DUP2, stream.fileno(), fd) for fd in (1, 2)]
+        pid = os.posix_spawn(sys.executable, _command(*args), os.environ, file_actions=actions)
+        _, status, usage = os.wait4(pid, 0)
+    seconds = time.monotonic() - started
+    return Cost(os.waitstatus_to_exitcode(status), seconds, usage.ru_maxrss * 1024)
