@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
 import sys
 import threading
@@ -82,12 +82,18 @@ class Cost(NamedTuple):
     peak_bytes: int
 
 
+_MEASURE = """
+import json, os, resource, subprocess, sys, time
+started = time.monotonic()
+with open(sys.argv[1], "wb") as stream:
+    code = subprocess.run(sys.argv[2:], stdout=stream, stderr=stream).returncode
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([code, time.monotonic() - started, usage.ru_maxrss * 1024]))
+"""
+"""Run by a process of its own: a child's peak counts the memory of the process that started it."""
+
+
 def measure(*args: str | Path, stdout: Path) -> Cost:
     """Runs a command to its end with its output in a file; seconds and peak memory of it alone."""
-    started = time.monotonic()
-    with stdout.open("wb") as stream:
-        actions = [(os.POSIX_SPAWN_DUP2, stream.fileno(), fd) for fd in (1, 2)]
-        pid = os.posix_spawn(sys.executable, _command(*args), os.environ, file_actions=actions)
-        _, status, usage = os.wait4(pid, 0)
-    seconds = time.monotonic() - started
-    return Cost(os.waitstatus_to_exitcode(status), seconds, usage.ru_maxrss * 1024)
+    command = [sys.executable, "-c", _MEASURE, str(stdout), *_command(*args)]
+    return Cost(*json.loads(subprocess.run(command, capture_output=True, check=True).stdout))
