@@ -41,7 +41,7 @@ def parquet(jsonl: Path) -> dict[str, Path]:
 @pytest.mark.parametrize("command", ["validate", "plan"])
 @pytest.mark.parametrize("kind", ["jsonl", "one", "many"])
 def test_reading_a_million_rows(
-    jsonl: Path, parquet: dict[str, Path], tmp_path: Path, command: str, kind: str
+    tiny_model: Path, jsonl: Path, parquet: dict[str, Path], tmp_path: Path, command: str, kind: str
 ) -> None:
     manifest = jsonl if kind == "jsonl" else parquet[kind]
     cost = measure(command, manifest, stdout=tmp_path / "out.txt")
@@ -64,7 +64,7 @@ def test_a_million_faults(tmp_path: Path) -> None:
         assert sum("same id" in line for line in stream) == NUM_ROWS - 1
 
 
-def test_resuming_a_finished_job(jsonl: Path, tmp_path: Path) -> None:
+def test_resuming_a_finished_job(tiny_model: Path, jsonl: Path, tmp_path: Path) -> None:
     out, options = tmp_path / "out", {"shard_size": SHARD_SIZE}
     begin_job(jsonl, out, SHARD_SIZE)
     publish_all(out, NUM_ROWS, SHARD_SIZE)
