@@ -1,8 +1,8 @@
 """Denoise throughput of the packed engine beside diffusers' transformer loop, full-size Qwen-Image.
 
-    python benchmarks/bench_engine.py --out benchmarks/results/h200_engine.json
+    python benchmarks/bench_engine.py --steps 10 --out benchmarks/results/h200_engine.json
 
-One process, one device, turn by turn. Systems:
+One process, one device, turn by turn: each system once per workload, after a warm-up of one step. Systems:
 
 * ``diffusers_serial``: one image at a time, the two guidance branches one after the other;
 * ``diffusers_batch``: presorted by shape and guidance, up to 8 together, prompts padded and masked
@@ -61,7 +61,7 @@ def make_requests(
     ]
 
 
-def workloads(steps: int) -> dict[str, list[Request]]:
+def workloads(steps: int, prompt_set: Path | None = None) -> dict[str, list[Request]]:
     """Named job mixes."""
     mixed = [(512, 512)] * 8 + [(768, 768)] * 5 + [(1024, 1024)] * 3
     spread = [
@@ -75,11 +75,11 @@ def workloads(steps: int) -> dict[str, list[Request]]:
         (1024, 576),
     ]
     return {
-        "256": make_requests([(256, 256)] * 16, steps),
-        "512": make_requests([(512, 512)] * 16, steps),
-        "1024": make_requests([(1024, 1024)] * 4, steps),
-        "mixed16": make_requests(mixed, steps),
-        "spread_fifth_unguided": make_requests(spread * 2, steps, unguided=range(0, 16, 5)),
+        "256": make_requests([(256, 256)] * 16, steps, prompt_set),
+        "512": make_requests([(512, 512)] * 16, steps, prompt_set),
+        "1024": make_requests([(1024, 1024)] * 4, steps, prompt_set),
+        "mixed16": make_requests(mixed, steps, prompt_set),
+        "spread_fifth_unguided": make_requests(spread * 2, steps, prompt_set, unguided=range(0, 16, 5)),
     }
 
 
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=16_384)
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--prompts", type=Path, help="a prompt set such as PartiPrompts.tsv")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda")
@@ -177,7 +178,7 @@ def main() -> None:
     engine = Engine(model, config)
     assert isinstance(engine.runner, ModelRunner)
     records = []
-    for name, requests in workloads(args.steps).items():
+    for name, requests in workloads(args.steps, args.prompts).items():
         if args.only and name not in args.only:
             continue
         records += measure(name, requests, pipeline, engine)
@@ -193,6 +194,7 @@ def main() -> None:
         "token_budget": engine.scheduler.max_num_batched_tokens,
         "steps": args.steps,
         "layers": args.layers,
+        "prompts": args.prompts.name if args.prompts else "made of words",
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
     }

@@ -75,12 +75,11 @@ def checkpoint(num_layers: int = 60) -> Checkpoint:
     return Checkpoint("random weights", None, FAMILIES[0], capabilities, {"model": "random Qwen-Image"})
 
 
-def read_prompts(count: int, shared: Path | None) -> list[str]:
-    """Prompts of real length spread where a prompt set is at hand, else made of words."""
+def read_prompts(count: int, prompt_set: Path | None) -> list[str]:
+    """Every 97th prompt of a TSV with a head line and prompts first, else prompts of 3 to 56 words."""
     words = ["a", "red", "fox", "under", "an", "old", "bridge", "at", "dawn", "in", "soft", "light"]
-    source = shared / "PartiPrompts.tsv" if shared else None
-    if source is not None and source.exists():
-        lines = source.read_text(encoding="utf-8").splitlines()[1:]
+    if prompt_set is not None:
+        lines = prompt_set.read_text(encoding="utf-8").splitlines()[1:]
         texts = [line.split("\t")[0] for line in lines]
         return [texts[(index * 97) % len(texts)] for index in range(count)]
     return [" ".join(words[: 3 + index * 5 % 14] * (1 + index % 4)) for index in range(count)]

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from offline_diffusion.config import EngineConfig
-from offline_diffusion.engine.memory import fit_token_budget
+from offline_diffusion.engine.memory import check_memory, fit_token_budget, is_out_of_memory
 from offline_diffusion.engine.model_runner import DecodedImage, ModelRunner
 from offline_diffusion.engine.packed_batch import PreparedRequest
 from offline_diffusion.engine.scheduler import LOOK_AHEAD, ScheduledRequest, Scheduler
@@ -74,6 +74,7 @@ class Engine:
         self._states: dict[str, _RequestState] = {}
         self._done: list[RequestOutput] = []
         self._clock = clock
+        self._generating = False
 
     # --- requests in -------------------------------------------------------------------------
 
@@ -85,9 +86,11 @@ class Engine:
         """
         if request.request_id in self._states:
             raise ValueError(f"request id {request.request_id!r} is already at hand")
-        fault = self.model.capabilities.check_request(request)
-        if fault is not None:
+        if (fault := self.model.capabilities.check_request(request)) is not None:
             self._refuse(request, "invalid_request", fault)
+            return
+        if (fault := check_memory(request, self.model.device)) is not None:
+            self._refuse(request, "out_of_memory", fault)
             return
         try:
             state = self._make_state(request)
@@ -211,11 +214,11 @@ class Engine:
         start = self._timer.begin()
         try:
             num_seqs = self._with_memory_back(lambda: self.runner.denoise(prepared))
-        except torch.OutOfMemoryError as error:
-            self._on_out_of_memory(running, error)
-            return False
         except Exception as error:
-            self._on_step_failure(running, error)
+            if is_out_of_memory(error):
+                self._on_out_of_memory(running, error)
+            else:
+                self._on_step_failure(running, error)
             return False
         self._timer.end(start, [(state.metrics, state.num_tokens) for state in running])
         self._count_step(running, num_seqs)
@@ -236,7 +239,9 @@ class Engine:
         """Runs ``work``; out of memory, once more with everything given back that can be spared."""
         try:
             return work()
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             self._forget_pack(error)
         self.runner.drop_prompts()
         while self.runner.num_decoding:
@@ -250,6 +255,8 @@ class Engine:
         if len(running) == 1:
             self._fail(running[0], "out_of_memory", f"{num_tokens} tokens in a step do not fit: {error}")
             return
+        for state in running:
+            state.metrics.attempts += 1
         evicted = self.scheduler.shrink(num_tokens // 2)
         logger.warning(
             "out of memory at %d tokens a step: the budget is now %d, %d requests wait again",
@@ -264,6 +271,8 @@ class Engine:
         if len(running) == 1:
             self._fail(running[0], *_row_fault(error))
             return
+        for state in running:
+            state.metrics.attempts += 1
         logger.warning("a step of %d requests failed, each now runs it alone: %s", len(running), error)
         for state in running:
             assert state.prepared is not None
@@ -342,7 +351,14 @@ class Engine:
         """Draws ``requests``, pulled lazily so that any number fits in memory; outputs as they finish.
 
         A caller that stops early drops what is not finished.
+
+        Raises:
+            RuntimeError: An earlier ``generate`` of this engine is neither finished nor closed; its
+                outputs would get mixed up with these.
         """
+        if self._generating:
+            raise RuntimeError("another generate() of this engine is open: exhaust it or close() it first")
+        self._generating = True
         source = iter(requests)
         is_open = True
         self.scheduler.no_more_requests = False
@@ -358,6 +374,7 @@ class Engine:
                 yield from self.step()
         finally:
             self._drop_all()
+            self._generating = False
 
     def _drop_all(self) -> None:
         for request_id in list(self._states):
@@ -375,6 +392,6 @@ def _row_fault(error: Exception) -> tuple[str, str]:
     """
     if isinstance(error, torch.AcceleratorError):
         raise error
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return "out_of_memory", str(error)
     return "model_error", f"{type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,32 @@ logger = logging.getLogger(__name__)
 
 RESERVE = 0.05
 """Share of the device's memory left to fragmentation and libraries."""
+
+
+IMAGE_BYTES_PER_PIXEL = 3 * (4 + 4 + 1)
+"""The least a decode holds at once: the image in float32, its scaled copy and the bytes."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or a CPU, whose allocator has no error class of its own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def check_memory(request: Request, device: torch.device) -> str | None:
+    """Why ``request`` cannot fit even into the empty device, or None; with its numbers."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = request.height * request.width * IMAGE_BYTES_PER_PIXEL
+    if needed <= total:
+        return None
+    return (
+        f"{request.height}x{request.width} px need at least {needed / 2**30:.0f} GiB, "
+        f"the device has {total / 2**30:.0f} GiB"
+    )
 
 
 @dataclass(frozen=True, slots=True)

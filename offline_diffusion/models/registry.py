@@ -19,8 +19,10 @@ from offline_diffusion.errors import ModelError, UnsupportedModelError, did_you_
 from offline_diffusion.models.capabilities import BatchKind, Capabilities
 from offline_diffusion.request import SamplingParams
 
-SAMPLE_BYTES, NUM_SAMPLES = 65_536, 16
-"""Of every weight file, so that a checkpoint of 60 GB is told from another in milliseconds."""
+CONTENT_SUFFIXES = (".json", ".safetensors", ".txt", ".jinja", ".model")
+WHOLE_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 16 * 2**20, 65_536, 64
+"""Files up to the first are read whole, of larger ones so many samples of so many bytes: a checkpoint of
+60 GB is told from another in a fraction of a second."""
 
 ConfigReader = Callable[[str], dict[str, Any]]
 """Reads one JSON file of a checkpoint by its path inside it."""
@@ -115,9 +117,8 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     capabilities = family.capabilities(read)
     overrides = _optional(read, DEFAULTS_FILE)
     capabilities = capabilities.with_defaults(_checked_defaults(overrides, model))
-    identity = {"model": model, "revision": revision, "pipeline": family.pipeline}
-    identity["configs"] = _digest(index, read("transformer/config.json"), read("vae/config.json"), overrides)
-    identity["weights"] = _folder_weights(Path(source)) if is_folder else _hub_commit(source, revision)
+    content = _folder_content(Path(source)) if is_folder else _hub_commit(source, revision)
+    identity = {"model": model, "revision": revision, "pipeline": family.pipeline, "content": content}
     return Checkpoint(source, revision, family, capabilities, identity)
 
 
@@ -212,14 +213,17 @@ def _optional(read: ConfigReader, name: str) -> dict[str, Any]:
         return {}
 
 
-def _folder_weights(folder: Path) -> str:
-    """A digest that changes with any weight file: its place, size, and samples of its bytes."""
+def _folder_content(folder: Path) -> str:
+    """A digest of every file that pixels depend on: configs and vocabularies whole, weights by samples."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(folder.rglob("*.safetensors")):
+    for path in sorted(folder.rglob("*")):
+        if path.suffix not in CONTENT_SUFFIXES:
+            continue
         size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder)}:{size}:".encode())
+        digest.update(f"{path.relative_to(folder).as_posix()}:{size}:".encode())
+        stride = SAMPLE_BYTES if size <= WHOLE_BYTES else size // NUM_SAMPLES
         with path.open("rb") as file:
-            for start in range(0, size, max(SAMPLE_BYTES, size // NUM_SAMPLES)):
+            for start in range(0, size, stride):
                 file.seek(start)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
@@ -231,8 +235,3 @@ def _hub_commit(model: str, revision: str | None) -> str:
 
     snapshot = Path(hf_hub_download(model, "model_index.json", revision=revision)).parent
     return snapshot.name
-
-
-def _digest(*configs: dict[str, Any]) -> str:
-    text = json.dumps(configs, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

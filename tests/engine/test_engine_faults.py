@@ -15,6 +15,7 @@ from engine_fakes import FakeModel, has_text, make_request, num_joint_tokens, sa
 
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.engine import Engine
+from offline_diffusion.engine.memory import check_memory
 from offline_diffusion.models.base import PackedInput
 from offline_diffusion.request import Request, RequestOutput
 
@@ -333,3 +334,39 @@ def test_an_output_keeps_no_latents_alive() -> None:
     gc.collect()
     assert len(outputs) == 4
     assert all(tensor() is None for tensor in latents)
+
+
+def test_attempts_count_every_try() -> None:
+    model = FakeModel()
+    model.on_denoise = raising(ValueError("no"), lambda batch: has_text(batch, "?"))
+    outputs = run(model, [make_request("bad", "what?"), make_request("a")])
+    assert outputs["a"].metrics.attempts > 1
+    assert outputs["a"].status == "ok"
+    assert run(FakeModel(), [make_request("a")])["a"].metrics.attempts == 1
+
+
+def test_a_picture_larger_than_all_memory_is_refused_with_its_numbers() -> None:
+    """2**20 px a side take 27 TiB, which no machine has."""
+    huge = make_request("huge", height=2**20, width=2**20)
+    assert "at least 27648 GiB" in str(check_memory(huge, torch.device("cpu")))
+    assert check_memory(make_request("a"), torch.device("cpu")) is None
+
+
+def test_a_cpu_allocator_that_gives_up_is_out_of_memory() -> None:
+    message = "[enforce fail at alloc_cpu.cpp:124] data. DefaultCPUAllocator: can't allocate memory"
+    model = FakeModel()
+    model.on_denoise = raising(RuntimeError(message), lambda batch: num_joint_tokens(batch) > 12)
+    outputs = run(model, neighbours())
+    assert {output.status for output in outputs.values()} <= {"ok", "failed"}
+    assert {output.error_type for output in outputs.values()} <= {None, "out_of_memory"}
+    assert any(output.error_type == "out_of_memory" for output in outputs.values())
+
+
+def test_two_runs_of_one_engine_do_not_mix() -> None:
+    engine = Engine(FakeModel(), EngineConfig(max_num_seqs=1))
+    first = engine.generate([make_request(name) for name in "abc"])
+    assert next(first).status == "ok"
+    with pytest.raises(RuntimeError, match="another generate"):
+        next(engine.generate([make_request("x")]))
+    assert [output.request_id for output in first] == ["b", "c"]
+    assert [output.request_id for output in engine.generate([make_request("x")])] == ["x"]

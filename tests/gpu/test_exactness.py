@@ -78,10 +78,12 @@ def test_noise_prediction_and_latents_do_not_depend_on_company(gpu_model: Any, c
         assert torch.equal(latents[index], alone_latents[0]), (composition, index, request)
 
 
-def test_pixels_do_not_depend_on_company(gpu_model: Any) -> None:
-    rng = random.Random(77)
-    requests = [_random_request(rng, str(index)) for index in range(14)]
-    many = Engine(gpu_model, EngineConfig(max_num_seqs=6, max_num_batched_tokens=12_000))
+@pytest.mark.parametrize("composition", range(NUM_COMPOSITIONS))
+def test_pixels_do_not_depend_on_company(gpu_model: Any, composition: int) -> None:
+    """Whole runs: requests join and leave, decode and copy go on beside the steps."""
+    rng = random.Random(1000 + composition)
+    requests = [_random_request(rng, str(index)) for index in range(rng.choice([3, 4, 6]))]
+    many = Engine(gpu_model, EngineConfig(max_num_seqs=5, max_num_batched_tokens=rng.choice([9_000, 16_000])))
     one = Engine(gpu_model, EngineConfig(max_num_seqs=1))
     packed = {output.request_id: output for output in many.generate(requests)}
     alone = {output.request_id: output for output in one.generate(requests)}
