@@ -103,7 +103,6 @@ class Engine:
                 request_id=request.request_id,
                 num_tokens=state.num_tokens,
                 num_steps=request.num_inference_steps,
-                num_seqs=1 + (state.negative is not None),
                 batch_key=self.model.batch_key(request),
                 wave_key=(request.height, request.width, request.num_inference_steps, request.cfg_active),
                 arrival=state.arrival,

@@ -28,7 +28,6 @@ class ScheduledRequest:
         request_id: Unique among the requests at hand.
         num_tokens: Image and text tokens of all its sequences: its share of the token budget.
         num_steps: Denoise steps still to run.
-        num_seqs: Guidance branches.
         batch_key: Only equal keys share a step.
         wave_key: Only equal keys share a wave in request mode.
         arrival: Seconds on the engine's clock; the admission window counts from here.
@@ -37,7 +36,6 @@ class ScheduledRequest:
     request_id: str
     num_tokens: int
     num_steps: int
-    num_seqs: int = 1
     batch_key: Hashable = None
     wave_key: Hashable = None
     arrival: float = 0.0
@@ -54,10 +52,6 @@ class SchedulerOutput:
 
     running: tuple[ScheduledRequest, ...]
     admitted: tuple[ScheduledRequest, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(entry.num_tokens for entry in self.running)
 
 
 @dataclass

@@ -90,7 +90,10 @@ def test_every_limit_is_kept_and_every_request_runs_its_steps(
     run = drive(Scheduler(**options), traffic)
     for pack in run.packs:
         assert len(pack.running) <= options["max_num_seqs"]
-        assert pack.num_tokens <= options["max_num_batched_tokens"] or len(pack.running) == 1
+        assert (
+            sum(entry.num_tokens for entry in pack.running) <= options["max_num_batched_tokens"]
+            or len(pack.running) == 1
+        )
         assert len({entry.batch_key for entry in pack.running}) <= 1
         assert len({entry.request_id for entry in pack.running}) == len(pack.running)
     assert run.steps == {entry.request_id: entry.num_steps for _, entry in traffic}
