@@ -313,7 +313,9 @@ class Sink:
 
     def _sync(self) -> None:
         """A power loss costs at most what was written since."""
-        for writer in self._open.values():
+        with self._room:
+            writers = list(self._open.values())  # the other thread may open one meanwhile
+        for writer in writers:
             writer.sync()
 
     def _beat_on(self) -> None:
