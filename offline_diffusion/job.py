@@ -90,6 +90,17 @@ def _content(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     return {**fingerprint, "files": files}
 
 
+def _compute_kind(config: JobConfig) -> dict[str, str]:
+    """What ``auto`` comes to here of everything that changes an image's last bits."""
+    from offline_diffusion.attention.backends import load_backend
+    from offline_diffusion.models.loader import resolve_device, resolve_dtype
+
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    backend, _ = load_backend(config.attention_backend, device, dtype)
+    return {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "attention_backend": backend}
+
+
 def row_defaults(config: JobConfig) -> RowDefaults:
     """What the job's options say for silent rows."""
     return RowDefaults(
@@ -162,7 +173,9 @@ class _Task:
         return scan(manifest, on_row=count)
 
     def _identity(self, checkpoint: Checkpoint, index: ManifestIndex) -> JobIdentity:
-        options = self.config.model_dump(mode="json", include=set(PIXEL_OPTIONS + LAYOUT_OPTIONS))
+        told_elsewhere = {"model", "revision", "map", "limit"}  # by the model's and the manifest's identity
+        names = set(PIXEL_OPTIONS + LAYOUT_OPTIONS) - told_elsewhere
+        options = self.config.model_dump(mode="json", include=names) | _compute_kind(self.config)
         return JobIdentity(
             model=checkpoint.identity,
             manifest=_content(index.fingerprint),

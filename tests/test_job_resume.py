@@ -26,7 +26,7 @@ from offline_diffusion.data.verify import verify
 from offline_diffusion.errors import JobError, JobInterrupted, JobMismatchError
 from offline_diffusion.job import Progress, StopFlag
 
-OPTIONS: dict[str, Any] = {"shard_size": 6, "max_num_seqs": 4} | SMALL
+OPTIONS: dict[str, Any] = {"shard_size": 6, "max_num_seqs": 4, "device": "cpu"} | SMALL
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def test_a_deleted_table_of_a_published_shard_is_told_by_verify(whole: Path, tmp
         ({"true_cfg_scale": 2.0}, ["options.true_cfg_scale: null -> 2.0"]),
         ({"on_bad_size": "crop"}, ["options.on_bad_size: error -> crop"]),
         ({"image_format": "webp"}, ["options.image_format: png -> webp"]),
-        ({"dtype": "bfloat16"}, ["options.dtype: auto -> bfloat16"]),
+        ({"dtype": "bfloat16"}, ["options.dtype: float32 -> bfloat16"]),
         ({"shard_size": 7}, ["options.shard_size: 6 -> 7"]),
         ({"limit": 10}, ["limit: null -> 10", "num_rows: 20 -> 10"]),
         ({"map": {"tag": "negative_prompt"}}, ["tag"]),
@@ -274,6 +274,7 @@ def test_options_that_change_no_pixel_are_taken(manifest: Path, whole: Path, cha
 def test_another_model_is_refused(manifest: Path, whole: Path, tiny_model: Path, tmp_path: Path) -> None:
     other = tmp_path / "model"
     shutil.copytree(tiny_model, other)
+    (other / "generation_config.json").write_text('{"true_cfg_scale": 3.0}')
     with pytest.raises(JobMismatchError, match="tiny-qwen-image -> ") as caught:
         Runner().run(manifest, whole, model=str(other), **OPTIONS)
     assert str(other) in str(caught.value)

@@ -31,6 +31,9 @@ _PACKAGES = (
     "pyarrow",
     "datasets",
 )
+_MODEL_SPELLING = ("model.model", "model.revision")
+"""How the user named the model: told, not compared. The digests beside it say which model it is."""
+
 _CHANGEABLE = ("manifest.", "num_rows", "carried.", "options.limit", "options.shard_size")
 
 
@@ -39,7 +42,8 @@ class JobIdentity:
     """What makes a dataset what it is; a resume with another identity is refused.
 
     Args:
-        model: Name, revision and whatever else identifies the weights.
+        model: Name and revision as the user gave them, and digests of what they stand for. Only the
+            digests are compared.
         manifest: Its fingerprint.
         options: Those that change pixels or which rows fall into which shard.
         num_rows: Rows of the manifest, faulty ones included.
@@ -55,7 +59,7 @@ class JobIdentity:
     carried_schema: pa.Schema
 
     def flatten(self) -> dict[str, str]:
-        """Dotted name → value as text, of everything that is compared."""
+        """Dotted name → value as text."""
         values = {"model": self.model, "manifest": self.manifest, "options": self.options}
         flat = _flatten(json.loads(to_json(values)))
         flat["num_rows"] = str(self.num_rows)
@@ -164,17 +168,21 @@ class Difference:
 
 
 def differences(old: JobIdentity, new: JobIdentity) -> list[Difference]:
-    """Every value in which two jobs differ, by name."""
+    """Every value in which two jobs differ, by name; none when only the model's spelling differs."""
     before, after = old.flatten(), new.flatten()
     names = [*before, *(name for name in after if name not in before)]
     found = (Difference(name, before.get(name, "(none)"), after.get(name, "(none)")) for name in names)
-    return [difference for difference in found if difference.old != difference.new]
+    differing = [difference for difference in found if difference.old != difference.new]
+    model = {difference.name for difference in differing if difference.name.startswith("model.")}
+    if model <= set(_MODEL_SPELLING):
+        return [difference for difference in differing if difference.name not in model]
+    return differing
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict):
         items = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, list) and value:
+    elif isinstance(value, list):
         items = [(str(index), item) for index, item in enumerate(value)]
     else:
         return {prefix: value if isinstance(value, str) else json.dumps(value)}

@@ -60,10 +60,11 @@ def test_every_difference_is_named_with_old_and_new(tmp_path: Path) -> None:
             10,
             4,
             options=options,
-            model={"model": "dummy", "revision": "v2", "config_sha256": "abc"},
+            model={"model": "dummy", "revision": "v2", "config_sha256": "def"},
         )
     lines = caught.value.message.splitlines()[1:]
     assert sorted(line.strip() for line in lines) == [
+        "model.config_sha256: abc -> def",
         "model.revision: null -> v2",
         "options.extra.0: (none) -> 1",
         "options.extra.1: (none) -> 2",
