@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +25,14 @@ class Options(BaseModel):
     """Base of all option groups: frozen, unknown keys refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        # Python counts True as 1, and YAML reads yes, no, on and off as truth values.
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError("must not be a truth value (YAML reads yes, no, on and off as such)")
+        return value
 
 
 GroupT = TypeVar("GroupT", bound=Options)
@@ -80,15 +88,21 @@ class JobConfig(EngineConfig):
     @pydantic.field_validator("max_failures")
     @classmethod
     def _count_or_share(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"\d+|\d+(\.\d+)?%", value):
+        if value is None:
+            return None
+        if not re.fullmatch(r"\d+|\d+(\.\d+)?%", value):
             raise ValueError("must be a count such as 10 or a share such as 5%")
+        if value.endswith("%") and float(value.removesuffix("%")) > 100:
+            raise ValueError("a share must be at most 100%")
         return value
 
-    @pydantic.model_validator(mode="after")
-    def _task_in_range(self) -> JobConfig:
-        if self.task_index >= self.num_tasks:
-            raise ValueError(f"task_index {self.task_index} must be below num_tasks {self.num_tasks}")
-        return self
+    @pydantic.field_validator("task_index")
+    @classmethod
+    def _task_in_range(cls, value: int, info: pydantic.ValidationInfo) -> int:
+        num_tasks = info.data.get("num_tasks")  # absent when it is faulty itself
+        if num_tasks is not None and value >= num_tasks:
+            raise ValueError(f"must be below the number of tasks, {num_tasks}")
+        return value
 
 
 PIXEL_OPTIONS = (
@@ -177,14 +191,42 @@ def read_job_file(path: Path) -> dict[str, Any]:
     """Reads a YAML job file: a mapping of option names to values.
 
     Raises:
-        ConfigError: The file cannot be read or is not a mapping.
+        ConfigError: The file cannot be read, is not a mapping, or gives an option twice.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        _check_repeats(yaml.compose(text, Loader=yaml.SafeLoader), path)
+        values = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"job file {path}: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"job file {path} is not YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"job file {path} must hold a mapping of options, got {type(values).__name__}")
-    return {str(key).replace("-", "_"): value for key, value in values.items()}
+    return {_option_name(str(key)): value for key, value in values.items()}
+
+
+def _option_name(key: str) -> str:
+    return key.replace("-", "_")
+
+
+def _check_repeats(node: yaml.Node | None, path: Path) -> None:
+    """Refuses an option, or a column of ``map``, that is given twice: YAML would take the last."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    _check_keys(node, path, _option_name)
+    for key, value in node.value:
+        if key.value == "map" and isinstance(value, yaml.MappingNode):
+            _check_keys(value, path, str)
+
+
+def _check_keys(node: yaml.MappingNode, path: Path, name_of: Callable[[str], str]) -> None:
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        name, line = name_of(str(key.value)), key.start_mark.line + 1
+        if name in lines:
+            raise ConfigError(
+                f"job file {path}: {name!r} is given twice, in lines {lines[name]} and {line}",
+                hint="leave one of them",
+            )
+        lines[name] = line

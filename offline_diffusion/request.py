@@ -50,23 +50,30 @@ class SamplingParams:
             raise ValueError("num_images_per_prompt must be an integer of at least 1, got None")
         for name in ("height", "width", "num_inference_steps", "num_images_per_prompt"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, Integral)) and int(value) >= 1):
+            if value is not None and not (_is_integer(value) and int(value) >= 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         for name in ("true_cfg_scale", "guidance_scale"):
             value = getattr(self, name)
             if value is not None and not (_is_finite(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
         seed = self.seed
-        if seed is not None and not (isinstance(seed, (int, Integral)) and 0 <= int(seed) <= MAX_SEED):
+        if seed is not None and not (_is_integer(seed) and 0 <= int(seed) <= MAX_SEED):
             raise ValueError(f"seed must be an integer from 0 to 2**64-1, got {seed!r}")
         if not _is_finite(self.lora_scale):
             raise ValueError(f"lora_scale must be a finite number, got {self.lora_scale!r}")
-        if not isinstance(self.negative_prompt, str | None):
-            raise ValueError(f"negative_prompt must be a string or None, got {self.negative_prompt!r}")
+        for name in ("negative_prompt", "lora"):
+            value = getattr(self, name)
+            if not isinstance(value, str | None):
+                raise ValueError(f"{name} must be a string or None, got {value!r}")
+
+
+def _is_integer(value: object) -> bool:
+    # True is an int to Python, but no height.
+    return isinstance(value, (int, Integral)) and not isinstance(value, bool)
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, (float, int, Real)) and math.isfinite(value)
+    return isinstance(value, (float, int, Real)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,7 @@ def test_options_cannot_be_changed() -> None:
             "must be a count such as 10 or a share such as 5%, got 'some'",
         ),
         ("max_failures", "-1", "max_failures: must be a count"),
+        ("max_failures", "500%", "max_failures: a share must be at most 100%, got '500%'"),
         ("manifests", [], "manifests: Tuple should have at least 1 item"),
     ],
 )
@@ -107,11 +108,35 @@ def test_unknown_options_get_a_suggestion(name: str, hint: str) -> None:
 
 def test_a_tasks_index_is_below_the_number_of_tasks() -> None:
     assert job(num_tasks=3, task_index=2).task_index == 2
-    with pytest.raises(ConfigError, match="task_index 3 must be below num_tasks 3"):
+    with pytest.raises(ConfigError, match="task_index: must be below the number of tasks, 3, got 3"):
         job(num_tasks=3, task_index=3)
+    with pytest.raises(ConfigError, match="task_index: must be below the number of tasks, 1, got 1"):
+        job(task_index=1)
+    with pytest.raises(ConfigError, match=r"^options: num_tasks: [^;]*$"):
+        job(num_tasks=0, task_index=0)
 
 
-@pytest.mark.parametrize("value", ["0", "10", "5%", "0.5%", 3])
+TRUTH_VALUES = {"step_execution", "retry_failed", "allow_manifest_change"}
+
+
+@pytest.mark.parametrize("name", sorted(set(JobConfig.model_fields) - TRUTH_VALUES))
+@pytest.mark.parametrize("value", [True, False])
+def test_a_truth_value_is_no_number_or_name(name: str, value: bool) -> None:
+    with pytest.raises(ConfigError, match=f"^options: {name}: must not be a truth value .* got {value}$"):
+        job(**{name: value})
+
+
+@pytest.mark.parametrize("word", ["yes", "on", "true", "no"])
+def test_yaml_words_for_truth_are_no_limit(tmp_path: Path, word: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"manifests: a.jsonl\nout: o\nlimit: {word}\n")
+    with pytest.raises(ConfigError, match="limit: must not be a truth value"):
+        make_job_config(read_job_file(path))
+    path.write_text(f"manifests: a.jsonl\nout: o\nretry_failed: {word}\n")
+    assert make_job_config(read_job_file(path)).retry_failed is (word != "no")
+
+
+@pytest.mark.parametrize("value", ["0", "10", "5%", "0.5%", "100%", 3])
 def test_max_failures_is_a_count_or_a_share(value: str | int) -> None:
     assert job(max_failures=value).max_failures == str(value)
 
@@ -163,3 +188,25 @@ def test_a_file_that_is_no_job_file(tmp_path: Path, content: bytes, message: str
 def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         read_job_file(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("limit: 1\nout: o\nlimit: 2\n", "'limit' is given twice, in lines 1 and 3"),
+        ("max-num-seqs: 1\nmax_num_seqs: 1\n", "'max_num_seqs' is given twice, in lines 1 and 2"),
+        ("map:\n  p: prompt\n  p: seed\n", "'p' is given twice, in lines 2 and 3"),
+    ],
+)
+def test_a_job_file_that_says_something_twice(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_job_file(path)
+    assert str(path) in caught.value.message
+
+
+def test_columns_of_a_map_are_told_apart_by_every_character(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("map: {my-p: prompt, my_p: seed}\n")
+    assert read_job_file(path) == {"map": {"my-p": "prompt", "my_p": "seed"}}

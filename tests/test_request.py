@@ -45,6 +45,14 @@ def test_seeds_are_kept_whole(seed: int) -> None:
         ("seed", 1.5, "seed must be an integer from 0 to 2**64-1, got 1.5"),
         ("lora_scale", math.nan, "lora_scale must be a finite number, got nan"),
         ("negative_prompt", ["a"], "negative_prompt must be a string or None, got ['a']"),
+        ("lora", 5, "lora must be a string or None, got 5"),
+        ("height", True, "height must be an integer of at least 1, got True"),
+        ("num_inference_steps", True, "num_inference_steps must be an integer of at least 1, got True"),
+        ("num_images_per_prompt", True, "num_images_per_prompt must be an integer of at least 1, got True"),
+        ("seed", False, "seed must be an integer from 0 to 2**64-1, got False"),
+        ("true_cfg_scale", True, "true_cfg_scale must be a finite number of at least 0, got True"),
+        ("guidance_scale", False, "guidance_scale must be a finite number of at least 0, got False"),
+        ("lora_scale", True, "lora_scale must be a finite number, got True"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(name: str, value: Any, message: str) -> None:

@@ -107,7 +107,7 @@ def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
         (["m", "--out", "o", "--max-failures", "few"], "--max-failures: must be a count"),
         (
             ["m", "--out", "o", "--task-index", "2", "--num-tasks", "2"],
-            "task_index 2 must be below num_tasks 2",
+            "--task-index: must be below the number of tasks, 2, got 2",
         ),
     ],
 )
