@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from offline_diffusion.cli.options import gather_values, manifest_options, model_options, row_options
 from offline_diffusion.cli.progress import ticking
 from offline_diffusion.cli.text import plural
-from offline_diffusion.config import make_job_config
+from offline_diffusion.config import DEFAULT_MODEL, JobConfig, make_job_config
+
+if TYPE_CHECKING:
+    from offline_diffusion.models.capabilities import Capabilities
 
 EXIT_FAULTS = 3
 
@@ -27,8 +30,8 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
     """List every fault of every row; loads no model weights.
 
     Prints `file:line: column=value: reason`, as rows are read; the line is the row's number in a
-    file that has no lines. With --model, also what that model cannot draw. Exits with 3 when there
-    is a faulty row, and with 1 when a file cannot be used at all.
+    file that has no lines. What the model cannot draw is a fault too. Exits with 3 when there is a
+    faulty row, and with 1 when a file cannot be used at all.
 
     \b
     Example:
@@ -38,14 +41,12 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
     from offline_diffusion.data.manifest import open_manifest
     from offline_diffusion.data.validate import validate
     from offline_diffusion.job import row_defaults
-    from offline_diffusion.models.registry import capabilities_for
 
     # Nothing is written, so a folder need not be named.
     values, spelling = gather_values({**given, "out": "."})
     config = make_job_config(values, spelling=spelling)
-    capabilities = capabilities_for(config.model, config.revision) if "model" in values else None
     manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
-    faults = validate(manifest, capabilities=capabilities, defaults=row_defaults(config))
+    faults = validate(manifest, capabilities=_capabilities(config), defaults=row_defaults(config))
     num_faults = 0
     with ticking(lambda: f"validating: {plural(faults.num_rows, 'row')}"):
         for fault in faults:
@@ -61,3 +62,14 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
     )
     click.echo(f"{plural(faults.num_rows, 'row')}, {plural(faults.num_images, 'image')}: {found}", err=True)
     ctx.exit(EXIT_FAULTS if num_faults else 0)
+
+
+def _capabilities(config: JobConfig) -> Capabilities:
+    """Those of the job's model; the default model's are known without building it, which needs torch."""
+    from offline_diffusion.models import registry, tiny
+
+    if config.model != DEFAULT_MODEL:
+        return registry.capabilities_for(config.model, config.revision)
+    (family,) = (family for family in registry.FAMILIES if family.name == "qwen_image")
+    configs = {"transformer/config.json": tiny.TRANSFORMER_CONFIG, "vae/config.json": tiny.VAE_CONFIG}
+    return family.capabilities(configs.__getitem__).with_defaults(tiny.DEFAULTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from offline_diffusion.cli.main import main
+from offline_diffusion.config import make_job_config
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "prompt": "a cup"},
@@ -38,11 +40,11 @@ def test_each_fault_has_file_line_column_and_value(manifest: Path) -> None:
     assert result.exit_code == 3
     faults = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(fault["line"], fault["row"], fault["column"]) for fault in faults] == [
-        (2, 1, "prompt"), (2, 1, "seed"), (3, 2, "height"), (4, 3, "id"),
+        (2, 1, "prompt"), (2, 1, "seed"), (3, 2, "height"), (5, 4, "height"), (4, 3, "id"),
     ]  # fmt: skip
     assert {fault["file"] for fault in faults} == {str(manifest)}
     assert faults[1]["value"] == "-1"
-    assert "4 faults in 3 rows" in result.stderr
+    assert "5 faults in 4 rows" in result.stderr
     assert set(faults[0]) == {"file", "line", "row", "id", "column", "value", "reason"}
 
 
@@ -50,16 +52,29 @@ def test_text_is_a_fault_a_line(manifest: Path) -> None:
     result = invoke(manifest)
     assert result.exit_code == 3
     lines = result.stdout.splitlines()
-    assert [line.split(": ")[0] for line in lines] == [f"{manifest}:{line}" for line in (2, 2, 3, 4)]
+    assert [line.split(": ")[0] for line in lines] == [f"{manifest}:{line}" for line in (2, 2, 3, 5, 4)]
     assert ": seed=-1: " in lines[1]
 
 
-def test_with_a_model_its_limits_count_too(manifest: Path, tiny_model: Path) -> None:
-    result = invoke(manifest, "--model", tiny_model, "--json")
+@pytest.mark.parametrize("named", [False, True])
+def test_what_the_model_cannot_draw_is_a_fault(tmp_path: Path, tiny_model: Path, named: bool) -> None:
+    path = tmp_path / "m.jsonl"
+    rows = [{"prompt": "a"}, {"prompt": "b", "height": 50}, {"prompt": "c", "lora": "x"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = ("--model", tiny_model) if named else ()
+    result = invoke(path, *model, "--json")
     faults = [json.loads(line) for line in result.stdout.splitlines()]
-    assert (5, "height") in [(fault["line"], fault["column"]) for fault in faults]
-    rounded = invoke(manifest, "--model", tiny_model, "--json", "--on-bad-size", "round")
-    assert len(rounded.stdout.splitlines()) == len(faults) - 1
+    assert [(fault["line"], fault["column"]) for fault in faults] == [(2, "height"), (3, "lora")]
+    rounded = invoke(path, *model, "--json", "--on-bad-size", "round")
+    assert [json.loads(line)["column"] for line in rounded.stdout.splitlines()] == ["lora"]
+
+
+def test_the_default_model_is_known_without_its_folder(tiny_model: Path) -> None:
+    from offline_diffusion.cli.validate import _capabilities
+    from offline_diffusion.models.registry import capabilities_for
+
+    config = make_job_config({"manifests": "m", "out": "o"})
+    assert _capabilities(config) == capabilities_for(str(tiny_model))
 
 
 def test_good_rows_exit_with_0(manifest: Path) -> None:
@@ -71,7 +86,7 @@ def test_good_rows_exit_with_0(manifest: Path) -> None:
 def test_standard_input(manifest: Path) -> None:
     result = invoke("-", stdin=manifest.read_text())
     assert result.exit_code == 3
-    assert len(result.stdout.splitlines()) == 4
+    assert len(result.stdout.splitlines()) == 5
 
 
 def test_mapped_columns(tmp_path: Path) -> None:
@@ -105,12 +120,17 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert "BrokenPipe" not in done.stderr
 
 
-def test_validate_loads_no_torch(manifest: Path) -> None:
+def test_validate_loads_no_torch(manifest: Path, tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from offline_diffusion.cli.main import main\n"
         f"code = main(['validate', {str(manifest)!r}], standalone_mode=False)\n"
         "print(code, *sorted({'torch', 'diffusers', 'transformers'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    # An empty cache: the default model is not built either.
+    environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environ
+    )
     assert done.stdout.splitlines()[-1] == "3"
+    assert not (tmp_path / "cache").exists()
