@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
+from offline_diffusion.cli.signals import STOP_KEY, stop_on_signals
 from offline_diffusion.errors import OffdiffError, did_you_mean
+from offline_diffusion.progress import StopFlag
 
 COMMANDS = {
     "run": "Draw every image of a manifest into a dataset; the same command again resumes.",
@@ -18,6 +20,10 @@ COMMANDS = {
     "models": "List the model families and the backends that work here.",
 }
 """Command → its line in ``offdiff --help``. Its module is imported only when it is invoked."""
+
+
+STOPPABLE = "run"
+"""The command that ends in good order on a signal."""
 
 
 def shown(error: OffdiffError) -> click.ClickException:
@@ -47,6 +53,10 @@ class LazyGroup(click.Group):
             close = did_you_mean(args[0], COMMANDS)
             hint = f"did you mean {close!r}?" if close else f"commands: {', '.join(COMMANDS)}"
             raise click.UsageError(f"no such command {args[0]!r}\nhint: {hint}", ctx)
+        if args[:1] == [STOPPABLE]:
+            # Before its module is imported: that takes a while, and a signal must not be lost in it.
+            stop = ctx.meta[STOP_KEY] = StopFlag()
+            ctx.with_resource(stop_on_signals(stop))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
@@ -74,6 +84,7 @@ def main() -> None:
     \b
     Exit codes: 0 all rows done, 1 the job could not start or go on, 2 usage,
     3 finished but some rows failed, 75 interrupted (the same command goes on).
+    Of validate, 3 is a faulty row; of verify, nothing wrong but shards still to be done.
     """
 
 

@@ -19,6 +19,9 @@ from offline_diffusion.config import (
 )
 from offline_diffusion.errors import ConfigError
 
+SLURM_ARRAY = "Slurm's array"
+"""How options are spelled that it gave."""
+
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
@@ -60,8 +63,10 @@ def _parse_maps(ctx: click.Context, param: click.Parameter, values: tuple[str, .
     pairs = {}
     for value in values:
         theirs, equals, ours = value.rpartition("=")
-        if not (theirs and equals and ours):
-            raise click.BadParameter(f"{value!r} is not of the form theirs=ours", ctx, param)
+        if not (theirs and equals):
+            raise click.BadParameter(
+                f"{value!r} is not of the form theirs=ours, or theirs= to only carry the column", ctx, param
+            )
         pairs[theirs] = ours
     return pairs or None
 
@@ -95,7 +100,7 @@ def manifest_options(command: Command) -> Command:
             multiple=True,
             callback=_parse_maps,
             metavar="THEIRS=OURS",
-            help="Read the manifest's column THEIRS as OURS; repeatable.",
+            help="Read the manifest's column THEIRS as OURS, or with THEIRS= only carry it; repeatable.",
         ),
         job_option("--limit", "Use the first N rows only.", metavar="N"),
     )(command)
@@ -150,7 +155,7 @@ def gather_values(
         Option values, and how the user spells each of them.
 
     Raises:
-        ConfigError: The job file cannot be read or has unknown options.
+        ConfigError: The job file cannot be read or has unknown options, or the task cannot be told.
     """
     spelling = {name: f"--{name.replace('_', '-')}" for name in JobConfig.model_fields}
     spelling["manifests"] = "MANIFEST..."
@@ -165,9 +170,26 @@ def gather_values(
             joined = {**file_map, **value} if name == "map" and isinstance(file_map, dict) else value
             values[name] = joined
             spelling[name] = "MANIFEST..." if name == "manifests" else f"--{name.replace('_', '-')}"
-    if "task_index" in given and "task_index" not in values:
-        values |= slurm_task(environ, values.get("num_tasks"))
+    if "task_index" in given:
+        task = {} if "task_index" in values else slurm_task(environ, values.get("num_tasks"))
+        values |= task
+        spelling |= dict.fromkeys(task, SLURM_ARRAY)
+        _check_task(values)
     return values, spelling
+
+
+def _check_task(values: Mapping[str, Any]) -> None:
+    """Refuses half of a task: every element of a home-made array would do the work of the first."""
+    if "task_index" in values and "num_tasks" not in values:
+        given, missing = "task_index", "--num-tasks"
+    elif "task_index" not in values and values.get("num_tasks") not in (None, 1):
+        given, missing = "num_tasks", "--task-index"
+    else:
+        return
+    raise ConfigError(
+        f"--{given.replace('_', '-')} {values[given]} without {missing}: which task this is cannot be told",
+        hint="give both; in a Slurm array neither is needed",
+    )
 
 
 def build_config(given: dict[str, Any], *, environ: Mapping[str, str] = os.environ) -> JobConfig:

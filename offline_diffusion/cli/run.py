@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from offline_diffusion.cli.options import (
+    SLURM_ARRAY,
     budget_options,
-    build_config,
+    gather_values,
     job_option,
     manifest_options,
     model_options,
@@ -21,16 +22,17 @@ from offline_diffusion.cli.options import (
     together,
 )
 from offline_diffusion.cli.progress import make_progress
-from offline_diffusion.cli.signals import stop_on_signals
+from offline_diffusion.cli.signals import STOP_KEY
 from offline_diffusion.cli.text import duration, plural
 from offline_diffusion.cli.throughput import ThroughputMeter, device_name, remember
+from offline_diffusion.config import make_job_config
 from offline_diffusion.errors import JobInterrupted
-from offline_diffusion.progress import JobSummary, Progress, StopFlag
 
 if TYPE_CHECKING:
     from offline_diffusion.config import JobConfig
+    from offline_diffusion.progress import JobSummary, Progress, StopFlag
 
-RunTask = Callable[..., JobSummary]
+RunTask = Callable[..., "JobSummary"]
 
 EXIT_SOME_FAILED = 3
 
@@ -86,20 +88,28 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
       offdiff run manifests/quickstart.jsonl --out out/quickstart
       offdiff run --job jobs/promptset.yaml --limit 100 --out out/first-100
     """
-    config = build_config(given)
-    summary = _run(config, ctx.obj)
+    values, spelling = gather_values(given)
+    config = make_job_config(values, spelling=spelling)
+    if spelling["task_index"] == SLURM_ARRAY:
+        index, count = config.task_index, config.num_tasks
+        click.echo(f"task {index + 1} of {count} (--task-index {index}, from {SLURM_ARRAY})", err=True)
+    summary = _run(config, ctx.obj, ctx.meta[STOP_KEY])
     _report(summary)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(summary), default=str))
     ctx.exit(_exit_code(summary))
 
 
-def _run(config: JobConfig, run_task: RunTask | None) -> JobSummary:
+def _run(config: JobConfig, run_task: RunTask | None, stop: StopFlag) -> JobSummary:
     """Runs the task; ``run_task`` stands in for that of ``offline_diffusion.job`` in tests."""
-    meter, stop = ThroughputMeter(), StopFlag()
-    with stop_on_signals(stop), make_progress() as display:
-        # Only now: loading takes seconds, and a signal must not be lost in them.
+    meter = ThroughputMeter()
+    with make_progress() as display:
         from offline_diffusion import job
+
+        if stop.requests:
+            raise JobInterrupted(
+                f"{stop.why}: stopped before the job began", hint="the same command starts it"
+            )
 
         def observe(progress: Progress) -> None:
             display.update(progress)
@@ -121,7 +131,7 @@ def _report(summary: JobSummary) -> None:
     if summary.num_resumed:
         click.echo(f"  {plural(summary.num_resumed, 'image')} done before", err=True)
     if summary.num_failed:
-        click.echo(f"  {plural(summary.num_failed, 'image')} failed: {summary.out}/metrics", err=True)
+        click.echo(f"  {plural(summary.num_failed, 'image')} failed: {summary.out}/failures", err=True)
     if summary.num_quarantined_rows:
         rows = plural(summary.num_quarantined_rows, "row")
         click.echo(f"  {rows} quarantined: {summary.out}/failures", err=True)

@@ -12,6 +12,9 @@ from offline_diffusion.progress import StopFlag
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Sites differ in which one comes first, so all mean the same."""
 
+STOP_KEY = "offline_diffusion.stop"
+"""Where a command that can be stopped finds its ``StopFlag`` in click's ``meta``."""
+
 _PATIENCE = 2
 """Interrupts after which the next one ends a job that hangs."""
 

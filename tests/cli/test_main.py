@@ -156,6 +156,13 @@ def test_choices_of_the_contract() -> None:
     assert choices["on_bad_size"] == {"error", "round", "crop"}
 
 
+def test_the_help_has_every_exit_code() -> None:
+    text = " ".join(CliRunner().invoke(main, ["--help"]).output.split())
+    for code in ("0 all rows done", "3 finished but some rows failed", "75 interrupted"):
+        assert code in text
+    assert "Of validate, 3 is a faulty row; of verify, nothing wrong but shards still to be done" in text
+
+
 def test_an_unknown_command_is_answered_with_the_close_one() -> None:
     result = CliRunner().invoke(main, ["valdate"])
     assert result.exit_code == 2

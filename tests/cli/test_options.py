@@ -9,7 +9,7 @@ import click
 import pytest
 
 from offline_diffusion.cli.main import main
-from offline_diffusion.cli.options import build_config, slurm_task
+from offline_diffusion.cli.options import SLURM_ARRAY, build_config, gather_values, slurm_task
 from offline_diffusion.config import JobConfig
 from offline_diffusion.errors import ConfigError
 
@@ -118,8 +118,13 @@ def test_mistakes_on_the_command_line_name_the_flag(args: list[str], message: st
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("pair", ["prompt", "=prompt", "theirs="])
-def test_a_map_needs_both_names(pair: str) -> None:
+def test_a_map_to_nothing_only_carries_the_column() -> None:
+    config = parse(["m", "--out", "o", "--map", "tag=", "--map", "a=b="])
+    assert config.map == {"tag": "", "a=b": ""}
+
+
+@pytest.mark.parametrize("pair", ["prompt", "=prompt", "="])
+def test_a_map_needs_their_name_and_a_sign(pair: str) -> None:
     with pytest.raises(click.BadParameter, match="theirs=ours"):
         parse(["m", "--out", "o", "--map", pair])
 
@@ -150,6 +155,42 @@ def test_given_tasks_beat_slurm() -> None:
 def test_an_array_that_numbers_no_tasks_is_refused(changed: dict[str, str], args: list[str]) -> None:
     with pytest.raises(ConfigError, match="give both --num-tasks and --task-index"):
         parse(["m", "--out", "o", *args], SLURM | changed)
+
+
+def test_what_the_array_gave_is_marked() -> None:
+    command = main.get_command(click.Context(main), "run")
+    assert command is not None
+    params = command.make_context("run", ["m", "--out", "o"]).params
+    _, spelling = gather_values(params, environ=SLURM)
+    assert (spelling["task_index"], spelling["num_tasks"]) == (SLURM_ARRAY, SLURM_ARRAY)
+    _, spelling = gather_values(params, environ={})
+    assert spelling["task_index"] == "--task-index"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--num-tasks", "2"], "--num-tasks 2 without --task-index"),
+        (["--task-index", "0"], "--task-index 0 without --num-tasks"),
+        (["--task-index", "1"], "--task-index 1 without --num-tasks"),
+    ],
+)
+def test_half_a_task_is_refused(args: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(["m", "--out", "o", *args])
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_one_task_needs_no_index() -> None:
+    assert parse(["m", "--out", "o", "--num-tasks", "1"]).task_index == 0
+
+
+def test_a_plan_of_many_tasks_needs_no_index() -> None:
+    command = main.get_command(click.Context(main), "plan")
+    assert command is not None
+    params = command.make_context("plan", ["m", "--num-tasks", "8"]).params
+    assert build_config({**params, "out": "."}, environ={}).num_tasks == 8
 
 
 def test_an_array_job_without_an_array_is_no_task() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,7 @@ def test_a_finished_job() -> None:
     ("changes", "code", "text"),
     [
         ({"num_quarantined_rows": 2}, 3, "2 rows quarantined: out/failures"),
-        ({"num_failed": 1, "num_ok": 3}, 3, "1 image failed: out/metrics"),
+        ({"num_failed": 1, "num_ok": 3}, 3, "1 image failed: out/failures"),
         ({"interrupted": True, "num_ok": 1}, 75, "the same command goes on"),
         ({"interrupted": True, "num_failed": 1}, 75, "interrupted: 4 of 4"),
         ({"num_resumed": 3}, 0, "3 images done before"),
@@ -109,6 +111,41 @@ def test_signals_reach_the_running_job() -> None:
         return summary(interrupted=True)
 
     assert invoke(run_task).exit_code == 75
+
+
+SIGNAL_IN_IMPORTS = """
+import importlib.abc, os, signal, sys
+
+class Sender(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.{signal})
+
+sys.meta_path.insert(0, Sender())
+from offline_diffusion.cli.main import main
+main(["run", {manifest!r}, "--out", {out!r}])
+"""
+
+
+@pytest.mark.parametrize("module", ["offline_diffusion.cli.run", "pydantic", "offline_diffusion.job"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_a_signal_while_modules_are_imported(name: str, module: str, tmp_path: Path) -> None:
+    manifest, out = tmp_path / "m.jsonl", tmp_path / "out"
+    manifest.write_text('{"prompt": "a"}\n')
+    code = SIGNAL_IN_IMPORTS.format(module=module, signal=name, manifest=str(manifest), out=str(out))
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 75, done.stderr
+    assert f"Error: {name}: stopped before the job began\nhint: the same command starts it" in done.stderr
+    assert not out.exists()
+
+
+def test_a_task_of_a_slurm_array_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("COUNT", "2"), ("ID", "1"), ("MIN", "0")):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    result = invoke(lambda config, **_: summary())
+    assert "task 2 of 2 (--task-index 1, from Slurm's array)" in result.stderr
+    result = invoke(lambda config, **_: summary(), "--num-tasks", "3", "--task-index", "1")
+    assert "Slurm" not in result.stderr
 
 
 def test_usage_mistakes_exit_with_2_before_the_job_starts() -> None:
