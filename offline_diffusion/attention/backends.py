@@ -11,6 +11,7 @@ import importlib.metadata
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +35,17 @@ class BackendStatus:
     hint: str | None = None
 
 
+class _Obstacle(NamedTuple):
+    """Why a backend does not work here, and what would help against just that."""
+
+    why: str
+    hint: str
+
+
 @dataclass(frozen=True, slots=True)
 class _Backend:
     load: Callable[[], AttentionFunction]
-    why_not: Callable[[torch.device, torch.dtype], str | None]
-    hint: str
+    obstacle: Callable[[torch.device, torch.dtype], _Obstacle | None]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
@@ -86,19 +93,20 @@ def _flash_call(function: Callable[..., Tensor | tuple[Tensor, ...]]) -> Attenti
     return attend
 
 
-def _needs_cuda_half(device: torch.device, dtype: torch.dtype) -> str | None:
+def _needs_cuda_half(device: torch.device, dtype: torch.dtype) -> _Obstacle | None:
     if device.type != "cuda":
-        return f"needs a CUDA device, this one is {device.type}"
+        return _Obstacle(f"needs a CUDA device, this one is {device.type}", "run on a CUDA GPU")
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bfloat16 or float16, the model runs in {str(dtype).removeprefix('torch.')}"
+        name = str(dtype).removeprefix("torch.")
+        return _Obstacle(f"needs bfloat16 or float16, the model runs in {name}", "run in bfloat16")
     return None
 
 
-def _missing(package: str) -> str | None:
+def _missing(package: str, hint: str) -> _Obstacle | None:
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return f"package {package} is not installed"
+        return _Obstacle(f"package {package} is not installed", hint)
     return None
 
 
@@ -106,29 +114,27 @@ def _works_everywhere(*_: object) -> None:
     return None
 
 
-def _flash_attn_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    return _needs_cuda_half(device, dtype) or _missing("flash-attn")
+def _flash_attn_obstacle(device: torch.device, dtype: torch.dtype) -> _Obstacle | None:
+    return _needs_cuda_half(device, dtype) or _missing(
+        "flash-attn", "pip install flash-attn --no-build-isolation"
+    )
 
 
-def _fa3_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    if (why := _needs_cuda_half(device, dtype)) is not None:
-        return why
+def _fa3_obstacle(device: torch.device, dtype: torch.dtype) -> _Obstacle | None:
+    if (obstacle := _needs_cuda_half(device, dtype)) is not None:
+        return obstacle
     if torch.cuda.get_device_capability(device) != (9, 0):
-        return "needs a Hopper GPU (compute capability 9.0)"
+        return _Obstacle("needs a Hopper GPU (compute capability 9.0)", "flash_attn or torch_varlen may do")
     if dtype != torch.bfloat16:
-        return "the forward-only build has no float16"
-    return _missing("fa3-fwd")
+        return _Obstacle("the forward-only build has no float16", "run in bfloat16")
+    return _missing("fa3-fwd", "pip install 'offline-diffusion[gpu]'")
 
 
 _BACKENDS = {
-    "fa3": _Backend(_load_fa3, _fa3_why_not, "pip install 'offline-diffusion[gpu]'"),
-    "flash_attn": _Backend(
-        _load_flash_attn,
-        _flash_attn_why_not,
-        "pip install flash-attn --no-build-isolation",
-    ),
-    "torch_varlen": _Backend(_load_torch_varlen, _needs_cuda_half, "run on a GPU in bfloat16"),
-    "sdpa": _Backend(lambda: _sdpa, _works_everywhere, ""),
+    "fa3": _Backend(_load_fa3, _fa3_obstacle),
+    "flash_attn": _Backend(_load_flash_attn, _flash_attn_obstacle),
+    "torch_varlen": _Backend(_load_torch_varlen, _needs_cuda_half),
+    "sdpa": _Backend(lambda: _sdpa, _works_everywhere),
 }
 """Best first: ``auto`` takes the first that works."""
 
@@ -137,8 +143,8 @@ def available_backends(device: torch.device, dtype: torch.dtype) -> list[Backend
     """All backends, best first, and whether each works on ``device`` in ``dtype``."""
     statuses = []
     for name, backend in _BACKENDS.items():
-        why = backend.why_not(device, dtype)
-        statuses.append(BackendStatus(name, why is None, why, backend.hint if why else None))
+        obstacle = backend.obstacle(device, dtype)
+        statuses.append(BackendStatus(name, obstacle is None, *(obstacle or (None, None))))
     return statuses
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from offline_diffusion.config import make_engine_config
@@ -50,8 +50,11 @@ class OfflineDiffusion:
             several images are asked for, ``"i-k"``. A failed request is an output, never an error.
 
         Raises:
-            ValueError: The counts of prompts and params differ, or a parameter does not fit the model.
+            ValueError: The counts of prompts and params differ, a prompt is no string or blank, or a
+                parameter is none or does not fit the model.
         """
+        if not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts must be a string or a sequence of strings, got {prompts!r}")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         requests = self._requests(prompts, _one_each(params, len(prompts)))
         return self._run(requests, ordered=ordered)
@@ -59,6 +62,8 @@ class OfflineDiffusion:
     def _requests(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[Request]:
         requests = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            if not isinstance(prompt, str):
+                raise ValueError(f"prompt {index} must be a string, got {prompt!r}")
             if not prompt.strip():
                 raise ValueError(f"prompt {index} is blank")
             seed = secrets.randbits(64) if own.seed is None else own.seed
@@ -87,6 +92,8 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(own, SamplingParams) for own in params):
+        raise ValueError(f"params must be SamplingParams, one or a sequence, got {params!r}")
     if len(params) != count:
         raise ValueError(f"{count} prompts but {len(params)} sampling params: give one, or one a prompt")
     return list(params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Sequence
 
 import pytest
@@ -93,7 +94,29 @@ def test_every_backend_that_does_not_work_says_why_and_how() -> None:
 def test_float32_needs_the_reference_even_on_a_gpu() -> None:
     statuses = {status.name: status for status in available_backends(torch.device("cuda"), torch.float32)}
     assert statuses["torch_varlen"].why_not == "needs bfloat16 or float16, the model runs in float32"
+    assert statuses["torch_varlen"].hint == "run in bfloat16"
     assert statuses["sdpa"].works
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "why", "hint"),
+    [
+        ("cpu", torch.bfloat16, "needs a CUDA device, this one is cpu", "run on a CUDA GPU"),
+        ("cuda", torch.float32, "needs bfloat16 or float16, the model runs in float32", "run in bfloat16"),
+        ("cuda", torch.float16, "the forward-only build has no float16", "run in bfloat16"),
+        ("cuda", torch.bfloat16, "package fa3-fwd is not installed", "pip install 'offline-diffusion[gpu]'"),
+    ],
+)
+def test_the_hint_is_against_the_obstacle_at_hand(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, why: str, hint: str
+) -> None:
+    def not_installed(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    fa3 = available_backends(torch.device(device), dtype)[0]
+    assert (fa3.name, fa3.why_not, fa3.hint) == ("fa3", why, hint)
 
 
 def _broken() -> backends.AttentionFunction:
@@ -103,7 +126,7 @@ def _broken() -> backends.AttentionFunction:
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that is installed but built for another torch."""
-    backend = backends._Backend(_broken, lambda device, dtype: None, "install it again")
+    backend = backends._Backend(_broken, lambda device, dtype: None)
     monkeypatch.setattr(backends, "_BACKENDS", {"fa3": backend, **_only("sdpa")})
 
 

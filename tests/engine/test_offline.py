@@ -108,10 +108,16 @@ def test_stopping_early_leaves_a_usable_engine(fake: OfflineDiffusion) -> None:
         (["a", " \n"], SMALL, "prompt 1 is blank"),
         (["a"], SamplingParams(height=100), "height must be a multiple of 16, got 100"),
         (["a"], SamplingParams(lora="x"), "lora is not supported"),
+        ([5], SMALL, "prompt 0 must be a string, got 5"),
+        (["a", None], SMALL, "prompt 1 must be a string, got None"),
+        (5, SMALL, "prompts must be a string or a sequence of strings, got 5"),
+        (["a"], {"height": 64}, "params must be SamplingParams, one or a sequence"),
+        (["a"], [{"height": 64}], "params must be SamplingParams, one or a sequence"),
+        (["a"], 5, "params must be SamplingParams, one or a sequence, got 5"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(
-    fake: OfflineDiffusion, prompts: list[str], params: Any, message: str
+    fake: OfflineDiffusion, prompts: Any, params: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         fake.generate(prompts, params)
