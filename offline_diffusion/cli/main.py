@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 from typing import Any
 
@@ -21,6 +22,9 @@ COMMANDS = {
 }
 """Command → its line in ``offdiff --help``. Its module is imported only when it is invoked."""
 
+
+MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Of a disk, wherever it is met: no fault of this program, so no traceback."""
 
 STOPPABLE = "run"
 """The command that ends in good order on a signal."""
@@ -68,6 +72,10 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except OffdiffError as error:
             raise shown(error) from None
+        except OSError as error:
+            if error.errno in MACHINE_FAULTS:
+                raise click.ClickException(str(error)) from None
+            raise
 
 
 @click.group(

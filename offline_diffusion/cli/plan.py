@@ -104,7 +104,8 @@ def _rate(config: JobConfig, tflops: float | None) -> Rate:
     if record := recall(config.model):
         day = time.strftime("%Y-%m-%d", time.localtime(record.measured_at))
         images = plural(record.num_images, "image")
-        return Rate(record.flops_per_s, f"measured on {record.device} over {images} on {day}")
+        length = f"{images} in {duration(record.seconds)}"
+        return Rate(record.flops_per_s, f"measured on {record.device} over {length} on {day}")
     return Rate(
         ASSUMED_TFLOPS * 1e12,
         f"assumed {ASSUMED_TFLOPS:.0f} TFLOP/s, about one H200 in bfloat16; give --tflops, or run once",

@@ -12,25 +12,31 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 
 from offline_diffusion.progress import Progress
 
-MIN_SECONDS = 1.0
-"""A shorter run says nothing about a long one."""
+MIN_SECONDS, ENOUGH_SECONDS, ENOUGH_IMAGES = 1.0, 10.0, 50
+"""A run says something about a long one from ``ENOUGH_SECONDS`` on, or from ``ENOUGH_IMAGES`` in
+``MIN_SECONDS``."""
+
+MUCH_SHORTER = 1 / 4
+"""Of a record's seconds: a run so short does not take the record's place."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThroughputRecord:
     """Denoise work per second that a run reached, decoding and writing included.
 
-    ``measured_at`` is Unix time.
+    ``seconds`` is how long it was measured, ``measured_at`` Unix time.
     """
 
     model: str
     device: str
     flops_per_s: float
     num_images: int
+    seconds: float
     measured_at: float
 
 
@@ -48,15 +54,15 @@ class ThroughputMeter:
         self._first = self._first or (now, progress)
         self._last = (now, progress)
 
-    def measured(self) -> tuple[float, int] | None:
-        """FLOP/s and the images they were measured over, or None when it was too little."""
+    def measured(self) -> tuple[float, int, float] | None:
+        """FLOP/s and the images and seconds they were measured over, or None when it was too little."""
         if self._first is None or self._last is None:
             return None
         (start, before), (end, after) = self._first, self._last
-        work = after.work_done - before.work_done
-        if end - start < MIN_SECONDS or work <= 0:
-            return None
-        return work / (end - start), after.num_done - before.num_done
+        seconds, work = end - start, after.work_done - before.work_done
+        num_images = after.num_done - before.num_done
+        is_enough = seconds >= ENOUGH_SECONDS or (num_images >= ENOUGH_IMAGES and seconds >= MIN_SECONDS)
+        return (work / seconds, num_images, seconds) if is_enough and work > 0 else None
 
 
 def device_name(device: str) -> str:
@@ -76,25 +82,42 @@ def cache_folder() -> Path:
 
 
 def remember(
-    model: str, device: str, flops_per_s: float, num_images: int, *, folder: Path | None = None
+    model: str,
+    device: str,
+    flops_per_s: float,
+    num_images: int,
+    seconds: float,
+    *,
+    folder: Path | None = None,
 ) -> None:
-    """Writes a record in place of the last one of the same model and device."""
+    """Writes a record in place of the last one of the same model and device, unless it is much shorter."""
     folder = folder or cache_folder()
-    record = ThroughputRecord(model, device, flops_per_s, num_images, time.time())
+    record = ThroughputRecord(model, device, flops_per_s, num_images, seconds, time.time())
     key = hashlib.sha256(f"{model}\0{device}".encode()).hexdigest()[:16]
+    path = folder / f"{key}.json"
+    if (last := _read(path)) is not None and _better(last, record) is last:
+        return
     temporary = folder / f".{key}.{os.getpid()}"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
-        temporary.replace(folder / f"{key}.json")
+        temporary.replace(path)
 
 
 def recall(model: str, folder: Path | None = None) -> ThroughputRecord | None:
-    """The newest record of a model on any device, or None."""
-    records = []
-    for path in (folder or cache_folder()).glob("*.json"):
-        with suppress(OSError, ValueError, TypeError):
-            record = ThroughputRecord(**json.loads(path.read_text(encoding="utf-8")))
-            if record.model == model and record.flops_per_s > 0:
-                records.append(record)
-    return max(records, key=lambda record: record.measured_at, default=None)
+    """The newest record of a model on any device that is not much shorter than one before, or None."""
+    records = [_read(path) for path in (folder or cache_folder()).glob("*.json")]
+    of_model = [record for record in records if record is not None and record.model == model]
+    of_model.sort(key=lambda record: record.measured_at)
+    return reduce(_better, of_model) if of_model else None
+
+
+def _better(old: ThroughputRecord, new: ThroughputRecord) -> ThroughputRecord:
+    return old if new.seconds < old.seconds * MUCH_SHORTER else new
+
+
+def _read(path: Path) -> ThroughputRecord | None:
+    with suppress(OSError, ValueError, TypeError):
+        record = ThroughputRecord(**json.loads(path.read_text(encoding="utf-8")))
+        return record if record.flops_per_s > 0 and record.seconds > 0 else None
+    return None

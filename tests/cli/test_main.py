@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shlex
@@ -168,6 +169,25 @@ def test_an_unknown_command_is_answered_with_the_close_one() -> None:
     assert result.exit_code == 2
     assert "hint: did you mean 'validate'?" in result.stderr
     assert "commands: run, " in CliRunner().invoke(main, ["zzz"]).stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_standard_output_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"prompt": ""}\n' * 3)
+    command = [sys.executable, "-m", "offline_diffusion.cli.main", "validate", str(path)]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "Error: [Errno 28] No space left on device\n")
+
+
+def test_a_folder_that_cannot_be_written_is_told_by_name() -> None:
+    def run_task(config: object, **_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "out/images")
+
+    result = CliRunner().invoke(main, ["run", "m.jsonl", "--out", "out"], obj=run_task)
+    assert result.exit_code == 1
+    assert result.stderr == "Error: [Errno 13] Permission denied: 'out/images'\n"
 
 
 def test_an_unknown_option_is_a_usage_error() -> None:

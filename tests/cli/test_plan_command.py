@@ -78,9 +78,9 @@ def test_the_time_estimate_names_what_it_rests_on(tiny_model: Path) -> None:
     assumed = plan(tiny_model)
     assert assumed["time_basis"].startswith("assumed 400 TFLOP/s")
     assert assumed["device_seconds"] == pytest.approx(assumed["flops"] / 400e12)
-    remember(str(tiny_model), "NVIDIA H200", 2e9, 240)
+    remember(str(tiny_model), "NVIDIA H200", 2e9, 240, 62.0)
     measured = plan(tiny_model)
-    assert measured["time_basis"].startswith("measured on NVIDIA H200 over 240 images on 20")
+    assert measured["time_basis"].startswith("measured on NVIDIA H200 over 240 images in 1 min 02 s on 20")
     assert measured["flops_per_s"] == 2e9
     stated = plan(tiny_model, "--tflops", "0.5")
     assert (stated["time_basis"], stated["flops_per_s"]) == ("--tflops 0.5", 5e11)
