@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offline_diffusion.config import EngineConfig
+from offline_diffusion.engine.engine import Engine
 from offline_diffusion.models.base import GuidanceRule, PackedInput, RotaryTable, TokenizedPrompt
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import Request
@@ -155,3 +158,34 @@ def has_text(batch: PackedInput, character: str) -> bool:
 
 def num_joint_tokens(batch: PackedInput) -> int:
     return int(batch.attention.cu_seqlens[-1])
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "pack": {"scheduling_policy": "pack", "max_num_seqs": 5, "max_num_batched_tokens": 90},
+    "fifo": {"scheduling_policy": "fifo", "max_num_seqs": 4, "max_num_batched_tokens": 120},
+    "serial": {"max_num_seqs": 1},
+    "waves": {"step_execution": False, "max_num_seqs": 3},
+    "everything": {"max_num_seqs": 100},
+}
+"""Ways to run an engine that must not change a picture."""
+
+
+def make_engine(model: FakeModel | None = None, **options: Any) -> Engine:
+    return Engine(model or FakeModel(), EngineConfig(**options))
+
+
+def random_requests(seed: int, count: int = 14) -> list[Request]:
+    rng = random.Random(seed)
+    return [
+        make_request(
+            f"{seed}-{index}",
+            prompt="".join(rng.choices("abcdefgh ", k=rng.randint(1, 60))),
+            negative_prompt=rng.choice([None, " ", "ugly"]),
+            true_cfg_scale=rng.choice([0.0, 1.0, 2.0, 7.5]),
+            height=16 * rng.randint(1, 4),
+            width=16 * rng.randint(1, 4),
+            num_inference_steps=rng.randint(1, 7),
+            seed=rng.getrandbits(64),
+        )
+        for index in range(count)
+    ]

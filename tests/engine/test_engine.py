@@ -1,63 +1,28 @@
-"""The engine over a model with a closed form: right pictures in any company, and honest counts."""
+"""The engine over a model with a closed form: right pictures in any company."""
 
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from engine_fakes import FakeModel, expected_pixels, make_request, num_joint_tokens, same_picture
+from engine_fakes import (
+    MODES,
+    FakeModel,
+    expected_pixels,
+    make_engine,
+    make_request,
+    num_joint_tokens,
+    random_requests,
+    same_picture,
+)
 
 from offline_diffusion.attention.metadata import AttentionMetadata
-from offline_diffusion.config import EngineConfig
-from offline_diffusion.engine.engine import Engine
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.models.base import PackedInput
 from offline_diffusion.request import Request, RequestOutput
-
-MODES: dict[str, dict[str, Any]] = {
-    "pack": {"scheduling_policy": "pack", "max_num_seqs": 5, "max_num_batched_tokens": 90},
-    "fifo": {"scheduling_policy": "fifo", "max_num_seqs": 4, "max_num_batched_tokens": 120},
-    "serial": {"max_num_seqs": 1},
-    "waves": {"step_execution": False, "max_num_seqs": 3},
-    "everything": {"max_num_seqs": 100},
-}
-
-
-class ManualClock:
-    """Moves on by one millisecond a look, or by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.001
-        return self.now
-
-
-def make_engine(model: FakeModel | None = None, **options: Any) -> Engine:
-    return Engine(model or FakeModel(), EngineConfig(**options))
-
-
-def random_requests(seed: int, count: int = 14) -> list[Request]:
-    rng = random.Random(seed)
-    return [
-        make_request(
-            f"{seed}-{index}",
-            prompt="".join(rng.choices("abcdefgh ", k=rng.randint(1, 60))),
-            negative_prompt=rng.choice([None, " ", "ugly"]),
-            true_cfg_scale=rng.choice([0.0, 1.0, 2.0, 7.5]),
-            height=16 * rng.randint(1, 4),
-            width=16 * rng.randint(1, 4),
-            num_inference_steps=rng.randint(1, 7),
-            seed=rng.getrandbits(64),
-        )
-        for index in range(count)
-    ]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -299,120 +264,6 @@ def test_both_branches_of_unlike_requests_share_a_forward() -> None:
 def test_an_empty_sequence_is_an_invariant_broken() -> None:
     with pytest.raises(AssertionError, match="empty sequence"):
         AttentionMetadata.from_seqlens([3, 0], torch.device("cpu"))
-
-
-# --- metrics --------------------------------------------------------------------------------------
-
-
-def test_device_time_is_shared_out_whole() -> None:
-    engine = make_engine(**MODES["pack"])
-    outputs = list(engine.generate(random_requests(4)))
-    shares = sum(output.metrics.device_s for output in outputs)
-    assert shares == pytest.approx(engine.stats.device_s, rel=1e-9)
-    assert all(output.metrics.device_s > 0 for output in outputs)
-
-
-def test_device_time_is_shared_by_tokens() -> None:
-    small = make_request("small", "a", height=16, width=16)  # 2 tokens
-    large = make_request("large", "ab", height=32, width=64)  # 10 tokens
-    outputs = {o.request_id: o.metrics for o in make_engine().generate([small, large])}
-    assert outputs["large"].device_s == pytest.approx(5 * outputs["small"].device_s)
-
-
-def test_mean_batch_seqs_counts_branches() -> None:
-    # steps 1-2: a (2 branches) + b = 3 sequences; steps 3-6: a alone = 2
-    a = make_request("a", negative_prompt=" ", true_cfg_scale=3.0, num_inference_steps=6)
-    b = make_request("b", num_inference_steps=2)
-    engine = make_engine()
-    outputs = {o.request_id: o.metrics for o in engine.generate([a, b])}
-    assert outputs["b"].mean_batch_seqs == 3
-    assert outputs["a"].mean_batch_seqs == pytest.approx((2 * 3 + 4 * 2) / 6)
-    assert (engine.stats.num_steps, engine.stats.num_step_seqs) == (6, 14)
-
-
-def test_step_fill_is_the_mean_share_of_the_budget() -> None:
-    engine = make_engine(max_num_batched_tokens=100)
-    # 13 and 9 tokens; two steps together, two more of the first
-    list(
-        engine.generate(
-            [
-                make_request("a", "a red cup", num_inference_steps=4),
-                make_request("b", "a cup", num_inference_steps=2),
-            ]
-        )
-    )
-    assert engine.stats.step_fill == pytest.approx((22 + 22 + 13 + 13) / 400)
-
-
-def test_counts_of_tokens_and_cuts() -> None:
-    limit = FakeModel.capabilities.max_prompt_tokens
-    long = make_request("a", "x" * (limit + 7), negative_prompt="y" * (limit + 2), true_cfg_scale=2.0)
-    (output,) = make_engine().generate([long])
-    metrics = output.metrics
-    assert metrics.cfg_active
-    assert metrics.prompt_tokens == limit
-    assert metrics.truncated_tokens == 7 + 2
-    assert metrics.num_tokens == 2 * (limit + 4)
-    assert same_picture(output.pixels, long)
-
-
-def test_times_of_a_request() -> None:
-    clock = ManualClock()
-    model = FakeModel()
-
-    def take(seconds: float) -> Callable[..., None]:
-        def pass_time(*_: Any) -> None:
-            clock.now += seconds
-
-        return pass_time
-
-    model.on_encode, model.on_denoise = take(100.0), take(10.0)
-    engine = Engine(model, EngineConfig(max_num_seqs=1, scheduling_policy="fifo"), clock)
-    first, second = list(engine.generate([make_request(name, name, num_inference_steps=3) for name in "ab"]))
-    assert first.metrics.encode_s == pytest.approx(100, abs=1)
-    assert first.metrics.queue_s == pytest.approx(100, abs=1)  # until its first step
-    # b was encoded during a's run, right after its first step
-    assert first.metrics.denoise_s == pytest.approx(30 + 100, abs=1)
-    assert second.metrics.queue_s == pytest.approx(100 + 30 + 100, abs=1)
-    assert second.metrics.denoise_s == pytest.approx(30, abs=1)
-    assert second.metrics.total_s == pytest.approx(100 + 30 + 100 + 30, abs=1)
-    assert second.metrics.attempts == 1
-
-
-def test_finished_and_failed_are_counted() -> None:
-    engine = make_engine()
-    list(engine.generate([make_request("a"), make_request("b", height=17), make_request("c")]))
-    assert (engine.stats.num_finished, engine.stats.num_failed) == (2, 1)
-
-
-# --- request mode ---------------------------------------------------------------------------------
-
-
-def test_request_mode_steps_like_requests_together() -> None:
-    model = FakeModel()
-    sizes: list[int] = []
-    model.on_denoise = lambda batch: sizes.append(len(batch.timesteps))
-    requests = [make_request(str(n), num_inference_steps=3 + n % 2) for n in range(6)]
-    list(make_engine(model, step_execution=False, max_num_seqs=2).generate(requests))
-    # like ones in twos: 0 and 2 (3 steps), 1 and 3 (4 steps), then 4, 5 alone
-    assert sizes == [2] * 3 + [2] * 4 + [1] * 3 + [1] * 4
-
-
-def test_the_admission_window_follows_the_clock() -> None:
-    clock = ManualClock()
-    config = EngineConfig(step_execution=False, request_batch_max_wait_ms=5_000)
-    engine = Engine(FakeModel(), config, clock)
-    engine.add_request(make_request("a", num_inference_steps=2))
-    assert engine.step() == []
-    assert engine.num_running == 0
-    clock.now += 5
-    engine.step()
-    assert engine.num_running == 1
-
-
-def test_a_window_does_not_delay_the_end_of_a_source() -> None:
-    engine = make_engine(step_execution=False, request_batch_max_wait_ms=3_600_000)
-    assert [output.status for output in engine.generate([make_request("a")])] == ["ok"]
 
 
 def test_the_pictures_are_not_all_alike() -> None:
