@@ -73,8 +73,8 @@ def run(folder: Path, num_rows: int, **options: Any) -> list[float]:
 def test_a_busy_heartbeat_does_not_disturb_the_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offline_diffusion.data.sink.INTERVAL_S", 0.0)
-    run(tmp_path, 900, shard_size=3)
+    monkeypatch.setattr("offline_diffusion.data.sink.INTERVAL_S", 0.0005)
+    run(tmp_path, 250, shard_size=1)
     assert verify(tmp_path / "out").problems == []
 
 
