@@ -98,6 +98,13 @@ def test_mapped_columns(tmp_path: Path) -> None:
     assert "hint: " in without.stderr
 
 
+def test_a_column_mapped_to_nothing_is_no_option(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"prompt": "a", "n": "many"}\n')
+    assert invoke(path).exit_code == 3
+    assert invoke(path, "--map", "n=").exit_code == 0
+
+
 @pytest.mark.parametrize("content", [None, "", "\x00\x01\x02"])
 def test_files_that_cannot_be_used_exit_with_1_and_name_the_file(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "m.jsonl"
