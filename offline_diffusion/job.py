@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,12 @@ from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.plan import task_shards
-from offline_diffusion.data.rows import ImageTask, ManifestRow, RowDefaults, RowFault, resolve_row
+from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
-from offline_diffusion.errors import JobInterrupted, ManifestError, TooManyFailuresError
-from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.errors import JobInterrupted
+from offline_diffusion.feed import Feed, row_defaults
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 from offline_diffusion.progress import JobSummary, Observer, Phase, Progress, Say, StopFlag, Tally
 from offline_diffusion.request import RequestOutput
@@ -41,9 +40,6 @@ Slurm and Kubernetes commonly leave between SIGTERM and SIGKILL."""
 PROGRESS_INTERVAL_S = 0.25
 SCAN_REPORT_ROWS = 5_000
 NUM_ENCODE_THREADS = min(8, os.cpu_count() or 1)
-
-MIN_SHARE_SAMPLE = 100
-"""Images that must be done before a share of failures (``--max-failures 5%``) can stop a job."""
 
 MakeEngine = Callable[[JobConfig, Checkpoint], "Engine"]
 
@@ -99,19 +95,6 @@ def _compute_kind(config: JobConfig) -> dict[str, str]:
     dtype = resolve_dtype(config.dtype, device)
     backend, _ = load_backend(config.attention_backend, device, dtype)
     return {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "attention_backend": backend}
-
-
-def row_defaults(config: JobConfig) -> RowDefaults:
-    """What the job's options say for silent rows."""
-    return RowDefaults(
-        height=config.height,
-        width=config.width,
-        num_inference_steps=config.num_inference_steps,
-        true_cfg_scale=config.true_cfg_scale,
-        negative_prompt=config.negative_prompt,
-        seed=config.seed,
-        on_bad_size=config.on_bad_size,
-    )
 
 
 @dataclass
@@ -208,7 +191,15 @@ class _Task:
             num_threads=NUM_ENCODE_THREADS,
         )
         self.tally = Tally(num_rows=sum(shard.num_rows for shard in todo))
-        feed = _Feed(self, manifest, index, engine.model.capabilities, sink, todo)
+        feed = Feed(
+            config=self.config,
+            tally=self.tally,
+            manifest=manifest,
+            index=index,
+            capabilities=engine.model.capabilities,
+            sink=sink,
+            shards=todo,
+        )
         finished = False
         try:
             finished = self._loop(engine, feed, sink)
@@ -217,7 +208,7 @@ class _Task:
             sink.close(abandon=not finished)
         return finished
 
-    def _loop(self, engine: Engine, feed: _Feed, sink: Sink) -> bool:
+    def _loop(self, engine: Engine, feed: Feed, sink: Sink) -> bool:
         """Steps until the shards are done, True, or the stop flag has had its way, False."""
         give_up_at: float | None = None
         while True:
@@ -243,7 +234,7 @@ class _Task:
         for entry in list(engine.scheduler.waiting):
             engine.abort(entry.request_id)
 
-    def _take(self, output: RequestOutput, feed: _Feed, sink: Sink) -> None:
+    def _take(self, output: RequestOutput, feed: Feed, sink: Sink) -> None:
         shard_index, image = feed.pending.pop(output.request_id)
         if output.status == "aborted":
             feed.num_dropped += 1
@@ -253,25 +244,7 @@ class _Task:
         self.tally.num_failed += output.status == "failed"
         self.tally.num_truncated += output.metrics.truncated_tokens > 0
         self.tally.work_done += feed.work(image)
-        self.check_max_failures()
-
-    def check_max_failures(self) -> None:
-        """Raises `TooManyFailuresError` when ``--max-failures`` says so."""
-        limit, tally = self.config.max_failures, self.tally
-        if limit is None:
-            return
-        failures = tally.num_failed + tally.num_faults
-        attempted = tally.num_ok + failures
-        if limit.endswith("%"):
-            allowed = attempted * float(limit.removesuffix("%")) / 100
-            too_many = attempted >= MIN_SHARE_SAMPLE and failures > allowed
-        else:
-            too_many = failures > int(limit)
-        if too_many:
-            raise TooManyFailuresError(
-                f"{failures} of {attempted} images and rows failed, --max-failures is {limit}",
-                hint="what is finished is kept: mend the cause, or raise the limit, and run again",
-            )
+        self.tally.check_failures(self.config.max_failures)
 
     # --- telling -----------------------------------------------------------------------------
 
@@ -324,83 +297,3 @@ class _Task:
             interrupted=not finished,
             warnings=tally.warnings(),
         )
-
-
-@dataclass
-class _Feed:
-    """The images to draw, read shard by shard as the engine asks for them.
-
-    ``pending`` are those at the engine by request id; ``num_dropped`` those it gave back undrawn.
-    """
-
-    task: _Task
-    manifest: Manifest
-    index: ManifestIndex
-    capabilities: Capabilities
-    sink: Sink
-    shards: list[Shard]
-    open: bool = True
-    pending: dict[str, tuple[int, ImageTask]] = field(default_factory=dict)
-    num_dropped: int = 0
-
-    def __post_init__(self) -> None:
-        ranges = [range(shard.start, shard.stop) for shard in self.shards]
-        self._rows = self.manifest.read(ranges, duplicates=self.index.duplicates)
-        self._unopened = iter(self.shards)
-        self._images: Iterator[tuple[Shard, ImageTask]] = iter(())
-
-    def add_to(self, engine: Engine) -> None:
-        """Hands the engine the next image, or opens the next shard; closes when there is none."""
-        if (item := next(self._images, None)) is not None:
-            shard, image = item
-            self.pending[image.request.request_id] = (shard.index, image)
-            engine.add_request(image.request)
-        elif (unopened := next(self._unopened, None)) is not None:
-            self._images = zip(repeat(unopened), self._open_shard(unopened), strict=False)
-            self.task.check_max_failures()
-        else:
-            self.open = False
-            engine.close_source()
-
-    def work(self, image: ImageTask) -> float:
-        """FLOPs of an image's denoising, its text tokens left out."""
-        request, capabilities = image.request, self.capabilities
-        tokens = capabilities.num_image_tokens(request.height, request.width)
-        return capabilities.forward_flops(tokens) * request.num_inference_steps * (1 + request.cfg_active)
-
-    def _read_rows(self, shard: Shard) -> list[ManifestRow | RowFault]:
-        rows = list(islice(self._rows, shard.num_rows))
-        if len(rows) < shard.num_rows:
-            raise ManifestError(
-                f"the manifest ends at row {shard.start + len(rows):,}; "
-                f"it had {self.index.num_rows:,} rows when this run began",
-                hint="a manifest must not change while a job runs",
-            )
-        return rows
-
-    def _open_shard(self, shard: Shard) -> list[ImageTask]:
-        """The images of a shard that are not there yet."""
-        rows = self._read_rows(shard)
-        defaults = row_defaults(self.task.config)
-        images: list[ImageTask] = []
-        for position, row in enumerate(rows):
-            resolved = row if isinstance(row, RowFault) else resolve_row(row, self.capabilities, defaults)
-            if isinstance(resolved, RowFault):
-                rows[position] = resolved
-                self.task.tally.num_faults += 1
-            else:
-                images.extend(resolved)
-        finished = self.sink.open_shard(shard, rows, images, retry_failed=self.task.config.retry_failed)
-        left = [image for image in images if (image.row, image.image_index) not in finished]
-        self._count(shard, images, left)
-        return left
-
-    def _count(self, shard: Shard, images: list[ImageTask], left: list[ImageTask]) -> None:
-        tally = self.task.tally
-        tally.num_rows_opened += shard.num_rows
-        tally.num_images_opened += len(images)
-        tally.num_resumed += len(images) - len(left)
-        tally.work_opened += sum(self.work(image) for image in left)
-        for image in left:
-            request = image.request
-            tally.num_guidance_off += request.true_cfg_scale > 1 and request.negative_prompt is None

@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from offline_diffusion.errors import TooManyFailuresError
+
+MIN_SHARE_SAMPLE = 100
+"""Images that must be done before a share of failures (``--max-failures 5%``) can stop a job."""
+
 Phase = Literal["scanning", "loading", "running", "finishing"]
 
 
@@ -128,6 +133,27 @@ class Tally:
             num_running=num_running,
             num_waiting=num_waiting,
         )
+
+    def check_failures(self, limit: str | None) -> None:
+        """Raises `TooManyFailuresError` when ``--max-failures`` says so.
+
+        Args:
+            limit: A count or a share (``5%``); None allows any number.
+        """
+        if limit is None:
+            return
+        failures = self.num_failed + self.num_faults
+        attempted = self.num_ok + failures
+        if limit.endswith("%"):
+            allowed = attempted * float(limit.removesuffix("%")) / 100
+            too_many = attempted >= MIN_SHARE_SAMPLE and failures > allowed
+        else:
+            too_many = failures > int(limit)
+        if too_many:
+            raise TooManyFailuresError(
+                f"{failures} of {attempted} images and rows failed, --max-failures is {limit}",
+                hint="what is finished is kept: mend the cause, or raise the limit, and run again",
+            )
 
     def warnings(self) -> list[str]:
         """What happened to many images, said once with a count."""

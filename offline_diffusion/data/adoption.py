@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from offline_diffusion.data.layout import (
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest_change import superseded_folders
 from offline_diffusion.data.marker import Marker, read_marker
-from offline_diffusion.data.partial import ImageKey, Record, scan_partials
+from offline_diffusion.data.partial import Record, scan_partials
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.schemas import IMAGE_COLUMNS, METRICS_SCHEMA, images_schema
+from offline_diffusion.data.shard_images import ImageKeys
 from offline_diffusion.errors import JobError
 
 _NOT_RESULTS = {"id", "row", "image_index", "status", "prompt", "image"}
@@ -132,27 +134,21 @@ class Superseded:
         self._keys: npt.NDArray[np.uint64] | None = None
         self._source_of: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
-    def restore(
-        self, shard: Shard, rows: Sequence[ManifestRow | RowFault], images: Collection[ImageKey]
-    ) -> bool:
+    def restore(self, shard: Shard, rows: Sequence[ManifestRow | RowFault]) -> bool:
         """Publishes an earlier shard of the same rows as it is.
 
         Returns:
             Whether there is one. Without hard links there is never one: its images are copied.
         """
         for folder in self._folders:
-            marker = self._same_shard(folder, shard, rows, images)
+            marker = self._same_shard(folder, shard, rows)
             if marker is not None and self._link(folder, marker):
                 self._ledger.write_marker(shard, marker)
                 return True
         return False
 
     def _same_shard(
-        self,
-        folder: Path,
-        shard: Shard,
-        rows: Sequence[ManifestRow | RowFault],
-        images: Collection[ImageKey],
+        self, folder: Path, shard: Shard, rows: Sequence[ManifestRow | RowFault]
     ) -> Marker | None:
         try:
             marker = read_marker(folder / "shards" / f"{shard.stem}.json")
@@ -163,26 +159,15 @@ class Superseded:
         ):
             return None
         with _readable(folder, shard):
-            return marker if self._same_contents(folder, shard, rows, images) else None
+            return marker if self._same_contents(folder, shard, rows) else None
 
-    def _same_contents(
-        self,
-        folder: Path,
-        shard: Shard,
-        rows: Sequence[ManifestRow | RowFault],
-        images: Collection[ImageKey],
-    ) -> bool:
+    def _same_contents(self, folder: Path, shard: Shard, rows: Sequence[ManifestRow | RowFault]) -> bool:
         schema = images_schema(self._ledger.job.identity.carried_schema)
         found = [pq.read_schema(path) for path in table_files(folder, IMAGES, shard)]
         if not all(each.equals(schema) and each.metadata == schema.metadata for each in found):
             return False
-        columns = ["row", "id", "row_hash", "image_index"]
-        tables = [pq.ParquetFile(path).read(columns=columns) for path in table_files(folder, METRICS, shard)]
-        old = pa.concat_tables(tables).to_pylist()
-        old_rows = list(dict.fromkeys((values["row"], values["id"], values["row_hash"]) for values in old))
-        old_images = {(v["row"], v["image_index"]) for v in old if v["image_index"] is not None}
-        same_rows = old_rows == [(row.row, row.id, row.content_hash) for row in rows]
-        return same_rows and old_images == set(images)
+        old, new = _metrics_keys(folder, shard), _keys_asked_for(rows)
+        return all(before == now for before, now in zip_longest(old, new))
 
     def _link(self, folder: Path, marker: Marker) -> bool:
         out = self._ledger.out
@@ -199,29 +184,22 @@ class Superseded:
                 sync_folder(out / table)
         return True
 
-    def records(
-        self, rows: Sequence[ManifestRow | RowFault], images: Collection[ImageKey]
-    ) -> Iterator[Record]:
+    def records(self, rows: Sequence[ManifestRow | RowFault], images: ImageKeys) -> Iterator[Record]:
         """Earlier images of these rows that show the same, with the rows' present numbers."""
         if not self._folders or not images:
             return
-        by_number = {row.row: row for row in rows}
-        wanted: dict[Identity, int] = {}
-        for number, index in images:
-            row = by_number[number]
-            if row.content_hash:
-                wanted[row.id, row.content_hash, index] = number
-        for source in self._sources_of(wanted):
+        wanted = {(row.id, row.content_hash): row.row for row in rows if row.content_hash}
+        for source in self._sources_of(_identities(rows, images)):
             for record_id, record in source.records():
-                found = wanted.get((record_id, record.result["row_hash"], record.image_index))
-                if found is not None:
-                    yield replace(record, row=found, result=record.result | {"id": record_id})
+                number = wanted.get((record_id, record.result["row_hash"]))
+                if number is not None and (number, record.image_index) in images:
+                    yield replace(record, row=number, result=record.result | {"id": record_id})
 
-    def _sources_of(self, wanted: Collection[Identity]) -> list[_Source]:
+    def _sources_of(self, wanted: Iterator[Identity]) -> list[_Source]:
         if self._keys is None:
             self._build()
         assert self._keys is not None
-        keys = np.unique(np.fromiter(map(_hash, wanted), np.uint64, len(wanted)))
+        keys = np.unique(np.fromiter(map(_hash, wanted), np.uint64))
         first = np.searchsorted(self._keys, keys, "left")
         last = np.searchsorted(self._keys, keys, "right")
         found = {int(s) for a, b in zip(first, last, strict=True) for s in self._source_of[a:b]}
@@ -240,6 +218,30 @@ class Superseded:
         order = np.argsort(all_keys, kind="stable")
         self._keys = all_keys[order]
         self._source_of = np.concatenate([np.empty(0, np.int32), *owners])[order]
+
+
+def _metrics_keys(folder: Path, shard: Shard) -> Iterator[tuple[int, str, str, int | None]]:
+    """Row, id, hash and image index of everything in a shard's metrics; the index of a faulty row is None."""
+    columns = ["row", "id", "row_hash", "image_index"]
+    for path in table_files(folder, METRICS, shard):
+        for batch in pq.ParquetFile(path).iter_batches(1_000, columns=columns):
+            yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+
+
+def _keys_asked_for(
+    rows: Sequence[ManifestRow | RowFault],
+) -> Iterator[tuple[int, str, str, int | None]]:
+    """What ``_metrics_keys`` finds when exactly these rows were published."""
+    for row in rows:
+        indices = (None,) if isinstance(row, RowFault) else range(row.params.num_images_per_prompt)
+        yield from ((row.row, row.id, row.content_hash, index) for index in indices)
+
+
+def _identities(rows: Sequence[ManifestRow | RowFault], images: ImageKeys) -> Iterator[Identity]:
+    by_number = {row.row: row for row in rows if row.content_hash}
+    for number, image_index in images:
+        if (row := by_number.get(number)) is not None:
+            yield row.id, row.content_hash, image_index
 
 
 def _sources(folder: Path) -> Iterator[_Source]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -82,6 +82,41 @@ class ImageTask:
     final_width: int
 
 
+@dataclass(frozen=True, slots=True)
+class RowImages:
+    """All images of a row, each made when it is asked for: a row may ask for thousands.
+
+    Args:
+        first: The image with index 0; the others differ from it in index and seed.
+        count: How many there are.
+    """
+
+    first: ImageTask
+    count: int
+
+    @property
+    def row(self) -> int:
+        return self.first.row
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> ImageTask:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        request = self.first.request
+        seed = image_seed(request.seed, index)
+        request = replace(request, request_id=_request_id(self.row, index), seed=seed)
+        return replace(self.first, image_index=index, request=request)
+
+    def __iter__(self) -> Iterator[ImageTask]:
+        return (self[index] for index in range(self.count))
+
+
+def _request_id(row: int, image_index: int) -> str:
+    return f"{row}-{image_index}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowDefaults:
     """What the job says for rows that are silent, and how it treats sizes the model cannot draw."""
@@ -106,9 +141,7 @@ def image_seed(seed: int, image_index: int) -> int:
     return (seed + image_index) & MAX_SEED
 
 
-def resolve_row(
-    row: ManifestRow, capabilities: Capabilities, defaults: RowDefaults
-) -> list[ImageTask] | RowFault:
+def resolve_row(row: ManifestRow, capabilities: Capabilities, defaults: RowDefaults) -> RowImages | RowFault:
     """The images a row asks for, or why the model cannot draw them.
 
     Args:
@@ -123,16 +156,12 @@ def resolve_row(
     final = (height, width) if defaults.on_bad_size == "crop" else drawn
     params = replace(params, height=drawn[0], width=drawn[1])
     seed = derive_seed(defaults.seed, row.id) if params.seed is None else params.seed
-    tasks = []
-    for index in range(params.num_images_per_prompt):
-        try:
-            request = capabilities.resolve(
-                f"{row.row}-{index}", row.prompt, params, seed=image_seed(seed, index)
-            )
-        except ValueError as error:
-            return _size_fault(row, str(error), height, width)
-        tasks.append(ImageTask(row.row, index, row.id, request, height, width, *final))
-    return tasks
+    try:
+        request = capabilities.resolve(_request_id(row.row, 0), row.prompt, params, seed=seed)
+    except ValueError as error:
+        return _size_fault(row, str(error), height, width)
+    first = ImageTask(row.row, 0, row.id, request, height, width, *final)
+    return RowImages(first, params.num_images_per_prompt)
 
 
 def _with_job_defaults(params: SamplingParams, defaults: RowDefaults) -> SamplingParams:

@@ -20,17 +20,16 @@ from offline_diffusion.data.layout import TABLES, Shard, table_files
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker, PublishedFile
 from offline_diffusion.data.partial import (
-    ImageKey,
     PartialWriter,
     Record,
-    Slot,
     new_partial_path,
     partial_paths,
     read_record,
     scan_partials,
 )
-from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
+from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.schemas import INVALID_ROW
+from offline_diffusion.data.shard_images import ImageKeys, ShardImages, SlotTable
 from offline_diffusion.data.tables import TableWriter, failures_writer, images_writer, metrics_writer
 from offline_diffusion.errors import JobError
 
@@ -45,7 +44,6 @@ class ShardWriter:
         ledger: The open output folder.
         shard: Which rows.
         rows: Those rows, in order; a ``RowFault`` for each that is quarantined.
-        images: Every image that the good rows ask for.
         task, worker: Recorded with quarantined rows and in the marker.
         image_format: Of the encoded images; names their files.
         retry_failed: Do images again that failed before, also of a published shard.
@@ -59,7 +57,6 @@ class ShardWriter:
         ledger: Ledger,
         shard: Shard,
         rows: Sequence[ManifestRow | RowFault],
-        images: Sequence[ImageTask],
         *,
         task: int,
         worker: str,
@@ -69,25 +66,18 @@ class ShardWriter:
         self.shard = shard
         self._ledger, self._rows = ledger, rows
         self._task, self._worker, self._image_format = task, worker, image_format
-        self._expected = {(image.row, image.image_index) for image in images}
-        self._hashes = {row.row: row.content_hash for row in rows}
-        self._check_rows(images)
+        numbers = [row.row for row in rows]
+        assert numbers == list(range(shard.start, shard.stop)), "rows must be the shard's, in order"
+        self.images = ShardImages(rows)
         with disk_errors(ledger.out):
             self._slots = self._recover(retry_failed)
             path = new_partial_path(ledger.partials, shard.stem)
             self._partial = PartialWriter(path)
             sync_folder(ledger.partials)
 
-    def _check_rows(self, images: Sequence[ImageTask]) -> None:
-        numbers = [row.row for row in self._rows]
-        assert numbers == list(range(self.shard.start, self.shard.stop)), "rows must be the shard's, in order"
-        good = {row.row for row in self._rows if isinstance(row, ManifestRow)}
-        assert good == {image.row for image in images}, "a good row asks for images, a faulty one for none"
-        assert len(self._expected) == len(images), "an image is asked for twice"
-
-    def _recover(self, retry_failed: bool) -> dict[ImageKey, Slot]:
+    def _recover(self, retry_failed: bool) -> SlotTable:
         """What earlier attempts left: the first good image of each key, else its failure."""
-        slots: dict[ImageKey, Slot] = {}
+        slots = SlotTable(self.images)
         for slot, record in scan_partials(partial_paths(self._ledger.partials, self.shard.stem)):
             if self._wanted(record) and (record.status == "ok" or not retry_failed):
                 known = slots.get(record.key)
@@ -96,8 +86,8 @@ class ShardWriter:
         return slots
 
     def _wanted(self, record: Record) -> bool:
-        same_row = record.result.get("row_hash") == self._hashes.get(record.row)
-        return same_row and record.key in self._expected
+        is_ours = self.images.number(record.key) is not None
+        return is_ours and record.result.get("row_hash") == self.row_hash(record.row)
 
     def adopt(self, records: Iterable[Record]) -> None:
         """Takes over good images that were published or begun elsewhere, durably.
@@ -111,28 +101,33 @@ class ShardWriter:
             self._partial.sync()
 
     @property
-    def finished(self) -> set[ImageKey]:
-        """Images that need not be made again."""
-        return set(self._slots)
+    def finished(self) -> ImageKeys:
+        """Images that need not be made again, as of now."""
+        return self._slots.keys()
 
     @property
     def num_ok(self) -> int:
         """Good images among the finished."""
-        return sum(slot.status == "ok" for slot in self._slots.values())
+        return self._slots.num_ok
 
     @property
-    def missing(self) -> set[ImageKey]:
-        """Images that are still to be made."""
-        return self._expected - self._slots.keys()
+    def num_failed(self) -> int:
+        """Failed images among the finished."""
+        return self._slots.num_failed
+
+    @property
+    def missing(self) -> ImageKeys:
+        """Images that are still to be made, as of now."""
+        return self._slots.missing()
 
     @property
     def complete(self) -> bool:
         """Whether nothing is missing."""
-        return len(self._slots) == len(self._expected)
+        return len(self._slots) == len(self.images)
 
     def row_hash(self, row: int) -> str:
         """Content hash of one of the shard's rows; any thread may ask."""
-        return self._hashes[row]
+        return self._rows[row - self.shard.start].content_hash
 
     def append(self, record: Record) -> bool:
         """Keeps a finished or failed image: once this returns, kill -9 cannot lose it.
@@ -143,7 +138,9 @@ class ShardWriter:
         Raises:
             JobError: The disk is full or failed.
         """
-        assert record.key in self._expected, f"image {record.key} is not of shard {self.shard.index}"
+        assert self.images.number(record.key) is not None, (
+            f"image {record.key} is not of shard {self.shard.index}"
+        )
         if record.key in self._slots:
             return False
         with disk_errors(self._partial.path):
@@ -207,12 +204,11 @@ class ShardWriter:
 
     def _records(self) -> Iterator[tuple[ManifestRow | RowFault, Record | None]]:
         """Rows in manifest order with each of their images; None for a faulty row."""
-        keys = sorted(self._expected, reverse=True)
         for row in self._rows:
             if isinstance(row, RowFault):
                 yield row, None
-            while keys and keys[-1][0] == row.row:
-                yield row, read_record(self._slots[keys.pop()])
+            for image_index in range(len(self.images.span(row.row))):
+                yield row, read_record(self._slots[row.row, image_index])
 
     def _add(
         self,
@@ -257,7 +253,7 @@ class ShardWriter:
             start=self.shard.start,
             stop=self.shard.stop,
             num_ok=self.num_ok,
-            num_failed=len(self._slots) - self.num_ok,
+            num_failed=self.num_failed,
             num_invalid_rows=sum(isinstance(row, RowFault) for row in self._rows),
             files=tuple(files),
             task=self._task,

@@ -22,8 +22,9 @@ from offline_diffusion.data.files import disk_errors
 from offline_diffusion.data.heartbeat import INTERVAL_S, Heartbeat, OpenShard, write_heartbeat
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.ledger import Ledger
-from offline_diffusion.data.partial import ImageKey, Record
+from offline_diffusion.data.partial import Record
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
+from offline_diffusion.data.shard_images import ImageKeys, ShardImages
 from offline_diffusion.data.shard_writer import ShardWriter
 from offline_diffusion.errors import JobError
 from offline_diffusion.request import RequestOutput
@@ -102,16 +103,14 @@ class Sink:
         self,
         shard: Shard,
         rows: Sequence[ManifestRow | RowFault],
-        images: Sequence[ImageTask],
         *,
         retry_failed: bool = False,
-    ) -> set[ImageKey]:
+    ) -> ImageKeys:
         """Begins or resumes a shard; it is published as soon as all its images are in.
 
         Args:
             shard: Which rows.
             rows: Those rows, in order; a ``RowFault`` for each that is quarantined.
-            images: Every image that the good rows ask for.
             retry_failed: Make images again that failed before, also of a published shard.
 
         Returns:
@@ -121,14 +120,14 @@ class Sink:
             JobError: The disk is full or failed.
         """
         self._raise_error()
-        keys = {(image.row, image.image_index) for image in images}
         marker = self._ledger.marker(shard)
-        if marker is None and self._superseded.restore(shard, rows, keys):
+        if marker is None and self._superseded.restore(shard, rows):
             marker = self._ledger.marker(shard)
         if marker is not None and not (retry_failed and marker.has_failures):
-            self._count(num_recovered=len(keys), num_shards=1)
-            return keys
-        writer = self._make_writer(shard, rows, images, retry_failed)
+            images = ShardImages(rows)
+            self._count(num_recovered=len(images), num_shards=1)
+            return ImageKeys.all_of(images)
+        writer = self._make_writer(shard, rows, retry_failed)
         if marker is not None:
             writer.adopt(record for _, record in published_records(self._ledger.out, shard))
         else:
@@ -137,7 +136,7 @@ class Sink:
         with self._room:
             self._open[shard.index] = writer
             self._heartbeat.shards[shard.index] = OpenShard(
-                num_images=len(keys), num_ok=writer.num_ok, num_failed=len(finished) - writer.num_ok
+                num_images=len(writer.images), num_ok=writer.num_ok, num_failed=writer.num_failed
             )
         self._count(num_recovered=len(finished))
         if writer.complete:
@@ -239,17 +238,12 @@ class Sink:
             self._room.notify_all()
 
     def _make_writer(
-        self,
-        shard: Shard,
-        rows: Sequence[ManifestRow | RowFault],
-        images: Sequence[ImageTask],
-        retry_failed: bool,
+        self, shard: Shard, rows: Sequence[ManifestRow | RowFault], retry_failed: bool
     ) -> ShardWriter:
         return ShardWriter(
             self._ledger,
             shard,
             rows,
-            images,
             task=self._task,
             worker=self._worker,
             image_format=self._image_format,

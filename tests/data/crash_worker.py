@@ -89,7 +89,7 @@ def before_resume(out: Path) -> None:
     sink = Sink(ledger)
     for shard in ledger.shards:
         part = rows_of(rows, shard)
-        sink.open_shard(shard, part, all_images(part))
+        sink.open_shard(shard, part)
     for image in all_images(rows)[1:6]:
         sink.submit(image.row // 3, image, make_output(image))
     sink.close(abandon=True)
@@ -118,7 +118,7 @@ def before_change(out: Path) -> None:
     sink = Sink(ledger)
     for shard in ledger.shards:
         part = rows_of(OLD, shard)
-        sink.open_shard(shard, part, all_images(part))
+        sink.open_shard(shard, part)
     for image in all_images(OLD)[:-1]:  # the first shard is published, the second begun
         sink.submit(image.row // 2, image, make_output(image))
     sink.close(abandon=True)
@@ -206,7 +206,7 @@ def storm_job(out: Path, log: Path) -> None:
             if shard.index in published:
                 continue
             images = all_images(rows_of(rows, shard))
-            finished = sink.open_shard(shard, rows_of(rows, shard), images)
+            finished = sink.open_shard(shard, rows_of(rows, shard))
             for image in images:
                 if (image.row, image.image_index) not in finished:
                     time.sleep(0.005)

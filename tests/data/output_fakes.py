@@ -140,7 +140,7 @@ def run_job(
                 continue
             part = rows_of(rows, shard)
             images = all_images(part)
-            finished = sink.open_shard(shard, part, images, retry_failed=retry_failed)
+            finished = sink.open_shard(shard, part, retry_failed=retry_failed)
             for image in images:
                 key = image.row, image.image_index
                 if key in finished:

@@ -114,7 +114,7 @@ def test_unpublished_images_are_kept_too(tmp_path: Path) -> None:
     rows = rows_with_ids(["a", "b", "c", "d"])
     ledger = open_ledger(tmp_path, 4, 4, options={"image_format": "png"})
     sink = Sink(ledger)
-    sink.open_shard(ledger.shards[0], rows, all_images(rows))
+    sink.open_shard(ledger.shards[0], rows)
     for image in all_images(rows)[:2]:
         sink.submit(0, image, make_output(image))
     sink.close(abandon=True)
@@ -128,8 +128,8 @@ def test_a_change_in_the_middle_of_a_change_loses_nothing(tmp_path: Path) -> Non
     options = {"image_format": "png"}
     ledger = open_ledger(tmp_path, 3, 2, manifest={"n": 2}, options=options, allow_manifest_change=True)
     sink = Sink(ledger)
-    assert sink.open_shard(ledger.shards[0], second[:2], all_images(second[:2])) == {(0, 0), (1, 0)}
-    sink.open_shard(ledger.shards[1], second[2:], all_images(second[2:]))
+    assert sink.open_shard(ledger.shards[0], second[:2]) == {(0, 0), (1, 0)}
+    sink.open_shard(ledger.shards[1], second[2:])
     sink.close(abandon=True)
     assert change(tmp_path, rows_with_ids(["d", "a", "b", "y"]), 3) == [(3, 0)]
 

@@ -58,7 +58,7 @@ def test_a_job_that_is_not_finished_opens_as_far_as_it_is(tmp_path: Path) -> Non
     assert [config["config_name"] for config in header(out)["configs"]] == ["images", "metrics"]
     sink = Sink(ledger)
     part = [make_fault(0), make_fault(1)]
-    sink.open_shard(ledger.shards[0], part, [])
+    sink.open_shard(ledger.shards[0], part)
     sink.close(abandon=True)
     assert [config["config_name"] for config in header(out)["configs"]] == ["metrics", "failures"]
     assert load(out, "failures", tmp_path / "cache").num_rows == 2

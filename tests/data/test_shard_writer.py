@@ -26,6 +26,7 @@ from offline_diffusion.data import tables
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.partial import Record
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
+from offline_diffusion.data.shard_images import SlotTable
 from offline_diffusion.data.shard_writer import ShardWriter
 from offline_diffusion.data.sink import make_record
 from offline_diffusion.errors import JobError
@@ -38,7 +39,6 @@ def open_writer(ledger: Ledger, rows: Rows, *, retry_failed: bool = False, shard
         ledger,
         ledger.shards[shard],
         rows,
-        all_images(rows),
         task=3,
         worker="host:1",
         image_format="png",
@@ -200,7 +200,8 @@ def test_the_first_good_image_of_several_attempts_wins(tmp_path: Path) -> None:
     failed = to_record(rows, image, "out_of_memory")
     for records in ([failed], [good], [Record(0, 0, "ok", b"late", good.result)]):
         writer = open_writer(ledger, rows)
-        writer._slots.clear()  # as a process would that started before the others' records were written
+        # As a process would that started before the others' records were written.
+        writer._slots = SlotTable(writer.images)
         for record in records:
             writer.append(record)
         writer.close()

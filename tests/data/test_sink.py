@@ -45,7 +45,7 @@ def test_shards_are_published_as_they_complete(tmp_path: Path) -> None:
     with Sink(ledger) as sink:
         for shard in ledger.shards:
             part = rows[shard.start : shard.stop]
-            assert sink.open_shard(shard, part, all_images(part)) == set()
+            assert sink.open_shard(shard, part) == set()
         for row in (0, 2, 3):
             image = make_images(rows[row])[0]
             sink.submit(row // 2, image, make_output(image))
@@ -67,7 +67,7 @@ def test_the_picture_is_the_middle_of_what_was_drawn(tmp_path: Path, image_forma
         make_images(row)[0], final_height=13, final_width=20, requested_height=13, requested_width=20
     )
     with Sink(ledger, image_format=image_format) as sink:
-        sink.open_shard(ledger.shards[0], [row], [image])
+        sink.open_shard(ledger.shards[0], [row])
         sink.submit(0, image, make_output(image))
     (found,) = read_table(tmp_path, "images")
     pixels = decode(found["image"]["bytes"])
@@ -104,7 +104,7 @@ def test_what_cannot_be_encoded_fails_alone(tmp_path: Path) -> None:
     image = ImageTask(0, 0, wide.id, request, 1, 16_384, 1, 16_384)
     images = [image, *make_images(normal)]
     with Sink(ledger, image_format="webp") as sink:
-        sink.open_shard(ledger.shards[0], [wide, normal], images)
+        sink.open_shard(ledger.shards[0], [wide, normal])
         for each in images:
             sink.submit(0, each, make_output(each))
     metrics = read_table(tmp_path, "metrics")
@@ -118,7 +118,7 @@ def test_what_cannot_be_encoded_fails_alone(tmp_path: Path) -> None:
 def test_a_shard_of_faults_needs_nothing(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 2, 2)
     with Sink(ledger) as sink:
-        assert sink.open_shard(ledger.shards[0], [make_fault(0), make_fault(1)], []) == set()
+        assert sink.open_shard(ledger.shards[0], [make_fault(0), make_fault(1)]) == set()
         sink.drain()
         assert ledger.published() == {0}
         assert sink.progress.num_invalid_rows == 2
@@ -129,7 +129,7 @@ def test_an_interrupted_job_goes_on_where_it_stopped(tmp_path: Path) -> None:
     run_job(open_ledger(tmp_path / "whole", 6, 3), rows)
     ledger = open_ledger(tmp_path / "out", 6, 3)
     sink = Sink(ledger)
-    sink.open_shard(ledger.shards[0], rows[:3], all_images(rows[:3]))
+    sink.open_shard(ledger.shards[0], rows[:3])
     for image in all_images(rows[:2]):
         sink.submit(0, image, make_output(image))
     sink.close(abandon=True)
@@ -148,7 +148,7 @@ def test_a_published_shard_is_not_opened_again(tmp_path: Path) -> None:
     run_job(ledger, rows)
     before = (tmp_path / "images" / "shard-00000.parquet").stat().st_mtime_ns
     with Sink(ledger) as sink:
-        assert sink.open_shard(ledger.shards[0], rows, all_images(rows)) == {(0, 0), (1, 0)}
+        assert sink.open_shard(ledger.shards[0], rows) == {(0, 0), (1, 0)}
     assert (tmp_path / "images" / "shard-00000.parquet").stat().st_mtime_ns == before
 
 
@@ -185,13 +185,13 @@ def test_a_stopped_retry_keeps_the_old_shard_and_its_own_work(tmp_path: Path) ->
     run_job(ledger, rows, failing={(0, 0): "nan", (1, 0): "nan"})
     sink = Sink(ledger)
     images = all_images(rows)
-    assert sink.open_shard(ledger.shards[0], rows, images, retry_failed=True) == {(2, 0)}
+    assert sink.open_shard(ledger.shards[0], rows, retry_failed=True) == {(2, 0)}
     sink.submit(0, images[0], make_output(images[0]))
     sink.close(abandon=True)
     assert [row["row"] for row in read_table(tmp_path, "images")] == [2]
     assert ledger.published() == {0}
     with Sink(ledger) as sink:
-        assert sink.open_shard(ledger.shards[0], rows, images, retry_failed=True) == {(0, 0), (2, 0)}
+        assert sink.open_shard(ledger.shards[0], rows, retry_failed=True) == {(0, 0), (2, 0)}
         sink.submit(0, images[1], make_output(images[1]))
     assert [row["row"] for row in read_table(tmp_path, "images")] == [0, 1, 2]
 
@@ -208,7 +208,7 @@ def test_too_much_unwritten_makes_the_engine_wait(tmp_path: Path, monkeypatch: p
     ledger = open_ledger(tmp_path, 8, 8)
     rows = make_rows(8)
     sink = Sink(ledger, num_threads=2, max_pending=3)
-    sink.open_shard(ledger.shards[0], rows, all_images(rows))
+    sink.open_shard(ledger.shards[0], rows)
 
     def hand_in() -> None:
         for image in all_images(rows):
@@ -238,7 +238,7 @@ def test_a_full_disk_stops_the_job_with_a_hint(tmp_path: Path, monkeypatch: pyte
     rows = make_rows(50)
     images = all_images(rows)
     sink = Sink(ledger, max_pending=2)
-    sink.open_shard(ledger.shards[0], rows, images)
+    sink.open_shard(ledger.shards[0], rows)
     real = os.write
 
     def full(fd: int, data: memoryview) -> int:
@@ -264,7 +264,7 @@ def test_closing_tells_an_error_that_nobody_has_seen(tmp_path: Path, monkeypatch
     ledger = open_ledger(tmp_path, 2, 2)
     rows = make_rows(2)
     sink = Sink(ledger)
-    sink.open_shard(ledger.shards[0], rows, all_images(rows))
+    sink.open_shard(ledger.shards[0], rows)
 
     def broken(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -280,7 +280,7 @@ def test_a_job_given_to_another_manifest_stops_the_old_process(tmp_path: Path) -
     rows = make_rows(2)
     old = open_ledger(tmp_path, 2, 2)
     sink = Sink(old)
-    sink.open_shard(old.shards[0], rows, all_images(rows))
+    sink.open_shard(old.shards[0], rows)
     Ledger(tmp_path).open(make_identity(3, 2, manifest={"sha256": "new"}), allow_manifest_change=True)
     with pytest.raises(JobError, match="another manifest"):
         submit_all(sink, all_images(rows))
@@ -296,7 +296,7 @@ def test_the_same_run_gives_the_same_pictures_with_many_threads(tmp_path: Path) 
         work = []
         for shard in ledger.shards:
             part = rows[shard.start : shard.stop]
-            sink.open_shard(shard, part, all_images(part))
+            sink.open_shard(shard, part)
             work += [(shard.index, image) for image in all_images(part)]
         np.random.default_rng(0).shuffle(work)
         for index, image in work:

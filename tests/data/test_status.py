@@ -47,7 +47,7 @@ def test_a_running_job_shows_its_rate_and_what_is_left(
     sink = Sink(ledger, task=1, num_tasks=2, worker="node7:0")
     for shard in ledger.shards[1:4:2]:
         part = rows[shard.start : shard.stop]
-        sink.open_shard(shard, part, all_images(part))
+        sink.open_shard(shard, part)
     for image in all_images([rows[2], rows[3], rows[6]]):
         sink.submit(image.row // 2, image, make_output(image))
     sink.drain()
@@ -84,7 +84,7 @@ def test_a_shard_whose_failures_are_retried_runs_again(tmp_path: Path) -> None:
     rows = make_rows(2)
     run_job(ledger, rows, failing={(1, 0): "nan"})
     sink = Sink(ledger)
-    sink.open_shard(ledger.shards[0], rows, all_images(rows), retry_failed=True)
+    sink.open_shard(ledger.shards[0], rows, retry_failed=True)
     sink._beat()
     status = read_status(tmp_path)
     assert [(s.state, s.num_ok, s.num_failed) for s in status.shards] == [("running", 1, 1)]
@@ -97,7 +97,7 @@ def test_partials_without_a_heartbeat_are_begun(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4, 2)
     rows = make_rows(4)
     sink = Sink(ledger)
-    sink.open_shard(ledger.shards[1], rows[2:], all_images(rows[2:]))
+    sink.open_shard(ledger.shards[1], rows[2:])
     sink.close(abandon=True)
     shutil.rmtree(tmp_path / "_state" / "tasks")
     assert [(s.shard, s.state) for s in read_status(tmp_path).shards] == [(1, "begun")]

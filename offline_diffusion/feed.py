@@ -1,0 +1,119 @@
+"""The images that a task has to draw, read shard by shard as the engine asks for them. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice, repeat
+from typing import TYPE_CHECKING
+
+from offline_diffusion.config import JobConfig
+from offline_diffusion.data.layout import Shard
+from offline_diffusion.data.manifest import Manifest
+from offline_diffusion.data.rows import ImageTask, ManifestRow, RowDefaults, RowFault, RowImages, resolve_row
+from offline_diffusion.data.scan import ManifestIndex
+from offline_diffusion.data.sink import Sink
+from offline_diffusion.errors import ManifestError
+from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.progress import Tally
+
+if TYPE_CHECKING:
+    from offline_diffusion.engine.engine import Engine
+
+
+def row_defaults(config: JobConfig) -> RowDefaults:
+    """What the job's options say for silent rows."""
+    return RowDefaults(
+        height=config.height,
+        width=config.width,
+        num_inference_steps=config.num_inference_steps,
+        true_cfg_scale=config.true_cfg_scale,
+        negative_prompt=config.negative_prompt,
+        seed=config.seed,
+        on_bad_size=config.on_bad_size,
+    )
+
+
+@dataclass(kw_only=True)
+class Feed:
+    """Opens shards and hands their images to the engine, each made when its turn comes.
+
+    ``pending`` are those at the engine by request id; ``num_dropped`` those it gave back undrawn.
+    """
+
+    config: JobConfig
+    tally: Tally
+    manifest: Manifest
+    index: ManifestIndex
+    capabilities: Capabilities
+    sink: Sink
+    shards: list[Shard]
+    open: bool = True
+    pending: dict[str, tuple[int, ImageTask]] = field(default_factory=dict)
+    num_dropped: int = 0
+
+    def __post_init__(self) -> None:
+        ranges = [range(shard.start, shard.stop) for shard in self.shards]
+        self._rows = self.manifest.read(ranges, duplicates=self.index.duplicates)
+        self._unopened = iter(self.shards)
+        self._images: Iterator[tuple[Shard, ImageTask]] = iter(())
+
+    def add_to(self, engine: Engine) -> None:
+        """Hands the engine the next image, or opens the next shard; closes when there is none."""
+        if (item := next(self._images, None)) is not None:
+            shard, image = item
+            self.pending[image.request.request_id] = (shard.index, image)
+            engine.add_request(image.request)
+        elif (unopened := next(self._unopened, None)) is not None:
+            self._images = zip(repeat(unopened), self._open_shard(unopened), strict=False)
+            self.tally.check_failures(self.config.max_failures)
+        else:
+            self.open = False
+            engine.close_source()
+
+    def work(self, image: ImageTask) -> float:
+        """FLOPs of an image's denoising, its text tokens left out."""
+        request, capabilities = image.request, self.capabilities
+        tokens = capabilities.num_image_tokens(request.height, request.width)
+        return capabilities.forward_flops(tokens) * request.num_inference_steps * (1 + request.cfg_active)
+
+    def _read_rows(self, shard: Shard) -> list[ManifestRow | RowFault]:
+        rows = list(islice(self._rows, shard.num_rows))
+        if len(rows) < shard.num_rows:
+            raise ManifestError(
+                f"the manifest ends at row {shard.start + len(rows):,}; "
+                f"it had {self.index.num_rows:,} rows when this run began",
+                hint="a manifest must not change while a job runs",
+            )
+        return rows
+
+    def _open_shard(self, shard: Shard) -> Iterator[ImageTask]:
+        """The images of a shard that are not there yet."""
+        rows = self._read_rows(shard)
+        defaults = row_defaults(self.config)
+        asked: list[RowImages] = []
+        for position, row in enumerate(rows):
+            resolved = row if isinstance(row, RowFault) else resolve_row(row, self.capabilities, defaults)
+            if isinstance(resolved, RowFault):
+                rows[position] = resolved
+                self.tally.num_faults += 1
+            else:
+                asked.append(resolved)
+        finished = self.sink.open_shard(shard, rows, retry_failed=self.config.retry_failed)
+        self.tally.num_rows_opened += shard.num_rows
+        for images in asked:
+            self._count(images, finished.num_in_row(images.row))
+        return (
+            images[index]
+            for images in asked
+            for index in range(len(images))
+            if (images.row, index) not in finished
+        )
+
+    def _count(self, images: RowImages, num_finished: int) -> None:
+        tally, request, num_left = self.tally, images[0].request, len(images) - num_finished
+        tally.num_images_opened += len(images)
+        tally.num_resumed += num_finished
+        tally.work_opened += self.work(images[0]) * num_left
+        if request.true_cfg_scale > 1 and request.negative_prompt is None:
+            tally.num_guidance_off += num_left
