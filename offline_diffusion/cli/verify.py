@@ -34,7 +34,7 @@ def command(ctx: click.Context, /, out: Path, as_json: bool) -> None:
       offdiff verify out/quickstart
     """
     from offline_diffusion.data.ledger import Ledger
-    from offline_diffusion.data.verify import VerifyReport, find_strays, verify_shards
+    from offline_diffusion.data.verify import VerifyReport, find_strays, redo_hint, verify_shards
 
     ledger = Ledger(out)
     report = VerifyReport(num_shards=len(ledger.shards))
@@ -60,6 +60,8 @@ def command(ctx: click.Context, /, out: Path, as_json: bool) -> None:
         f"{plural(report.num_problems, 'problem')}",
         err=True,
     )
+    if (hint := redo_hint(ledger, report.broken)) is not None:
+        click.echo(f"hint: {hint}", err=True)
     ctx.exit(EXIT_BROKEN if not report.ok else EXIT_UNFINISHED if report.pending else 0)
 
 

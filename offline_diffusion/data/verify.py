@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from offline_diffusion.errors import JobError
 
 _BATCH_ROWS = {IMAGES: 8, METRICS: 1_000, FAILURES: 1_000}
 _MAX_PROBLEMS = 1_000
+_MAX_HINTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class VerifyReport:
         num_shards, num_shards_done: All, and published.
         num_rows, num_images: Rows covered and images read.
         pending: Shards not published yet.
+        broken: Published shards with a problem; see ``redo_hint``.
         problems: At most the first thousand.
         num_problems: All of them.
     """
@@ -69,6 +71,7 @@ class VerifyReport:
     num_rows: int = 0
     num_images: int = 0
     pending: list[int] = field(default_factory=list)
+    broken: list[int] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     num_problems: int = 0
 
@@ -84,6 +87,8 @@ class VerifyReport:
             self.num_shards_done += 1
         else:
             self.pending.append(shard.shard)
+        if shard.problems:
+            self.broken.append(shard.shard)
         self.add_problems(shard.problems)
 
     def add_problems(self, problems: list[Problem]) -> None:
@@ -103,6 +108,22 @@ def verify(out: Path, *, num_threads: int | None = None) -> VerifyReport:
         report.add(shard)
     report.add_problems(find_strays(ledger))
     return report
+
+
+def redo_hint(ledger: Ledger, broken: Sequence[int]) -> str | None:
+    """How to have broken shards made again; None when none is.
+
+    A run takes a shard for done while it has its marker, or, where all markers were deleted, its metrics.
+    """
+    if not broken:
+        return None
+    shards = [ledger.shards[index] for index in broken[:_MAX_HINTED]]
+    paths = [ledger.marker_path(shard) for shard in shards]
+    if not ledger.markers_folder.exists():
+        paths = [path for shard in shards for path in table_files(ledger.out, METRICS, shard)]
+    more = f" (likewise for {len(broken) - len(shards):,} more shards)" if len(broken) > len(shards) else ""
+    what = f"shard {broken[0]}" if len(broken) == 1 else f"{len(broken):,} shards"
+    return f"to make {what} again, delete {', '.join(map(str, paths))}{more} and run the job's command"
 
 
 def verify_shards(out: Path, *, num_threads: int | None = None) -> Iterator[ShardReport]:

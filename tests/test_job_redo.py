@@ -1,0 +1,74 @@
+"""What ``verify`` finds broken is made again by doing what its hint says, and nothing else is."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from job_fakes import SMALL, Runner, contents, make_rows, write_jsonl
+
+from offline_diffusion.cli.main import main
+
+OPTIONS = {"shard_size": 2, "device": "cpu", **SMALL}
+
+
+def damage(path: Path) -> None:
+    """Flips the bits of a byte of the first encoded image's pixels."""
+    data = bytearray(path.read_bytes())
+    data[data.index(b"IDAT") + 20] ^= 0xFF
+    path.write_bytes(data)
+
+
+def verify(out: Path) -> Result:
+    return CliRunner().invoke(main, ["verify", str(out)])
+
+
+def delete_what_the_hint_says(result: Result) -> list[str]:
+    (hint,) = (line for line in result.stderr.splitlines() if line.startswith("hint: "))
+    paths = [Path(path) for path in re.findall(r"/\S+?\.(?:json|parquet)", hint)]
+    for path in paths:
+        path.unlink()
+    return [path.name for path in paths]
+
+
+@pytest.mark.parametrize("state_is_deleted", [False, True])
+def test_a_damaged_shard_is_made_again(tmp_path: Path, state_is_deleted: bool) -> None:
+    manifest, out, runner = write_jsonl(tmp_path / "m.jsonl", make_rows(6)), tmp_path / "out", Runner()
+    runner.run(manifest, out, **OPTIONS)
+    before = contents(out)
+    others = [out / "images" / f"shard-0000{index}.parquet" for index in (0, 2)]
+    stamps = [path.stat().st_mtime_ns for path in others]
+    damage(out / "images" / "shard-00001.parquet")
+    if state_is_deleted:
+        shutil.rmtree(out / "_state")
+
+    broken = verify(out)
+    assert broken.exit_code == 1
+    assert "shard-00001.parquet" in broken.stdout
+    runner.run(manifest, out, **OPTIONS)
+    assert runner.engine is None  # the same command alone takes the shard for done
+    if state_is_deleted:
+        shutil.rmtree(out / "_state")
+
+    suffix = "parquet" if state_is_deleted else "json"
+    assert delete_what_the_hint_says(verify(out)) == [f"shard-00001.{suffix}"]
+    runner.run(manifest, out, **OPTIONS)
+    assert set(runner.finished) == {"a red cup, view 2", "a red cup, view 3"}
+    assert contents(out) == before
+    assert [path.stat().st_mtime_ns for path in others] == stamps
+    sound = verify(out)
+    assert (sound.exit_code, "hint" in sound.stderr) == (0, False)
+
+
+def test_several_damaged_shards_are_hinted_at_together(tmp_path: Path) -> None:
+    manifest, out, runner = write_jsonl(tmp_path / "m.jsonl", make_rows(7)), tmp_path / "out", Runner()
+    runner.run(manifest, out, **OPTIONS | {"shard_size": 1})
+    for path in sorted((out / "images").iterdir()):
+        damage(path)
+    result = verify(out)
+    assert "to make 7 shards again" in result.stderr
+    assert "(likewise for 2 more shards)" in result.stderr
+    assert len(delete_what_the_hint_says(result)) == 5
