@@ -64,8 +64,9 @@ def _headline(status: Status) -> str:
         f"{status.num_failed:,} failed",
         f"{plural(status.num_invalid_rows, 'row')} quarantined",
     ]
-    if not status.finished:
+    if status.images_per_s or not status.finished:
         parts.append(f"{status.images_per_s:.3g} images/s")
+    if not status.finished:
         parts.append(f"ETA {duration(status.eta_s)}" if status.num_shards_running else "not running")
     return f"{status.out}: {', '.join(parts)}"
 

@@ -36,7 +36,10 @@ class ShardStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStatus:
-    """A task that has been seen; ``lost`` fell silent without a word, ``updated_at`` in epoch seconds."""
+    """A task that has been seen; ``lost`` fell silent without a word, ``updated_at`` in epoch seconds.
+
+    ``images_per_s`` is over the last minute while it runs, else the mean of its last run.
+    """
 
     task: int
     state: TaskState
@@ -59,7 +62,8 @@ class Status:
         num_shards, num_shards_done, num_shards_running: All, published, being worked on.
         num_ok, num_failed: Images, those in unfinished shards included.
         num_invalid_rows: Quarantined rows in published shards.
-        images_per_s: Of the running tasks together, over the last minute.
+        images_per_s: Of the running tasks together, over the last minute; of all tasks together when
+            the job is finished.
         eta_s: Seconds left at that rate; None when nothing runs or it is too early to say.
         tasks: Every task that has been seen.
         shards: Every shard that is done, running or begun; the others are pending.
@@ -107,6 +111,9 @@ def read_status(out: Path, *, now: float | None = None) -> Status:
     rate = sum((beat.images_per_s for beat in beats if beat.alive(now)), 0.0)
     num_rows_done = sum(marker.stop - marker.start for marker in markers.values())
     num_ok, num_failed = sum(shard.num_ok for shard in shards), sum(shard.num_failed for shard in shards)
+    tasks = [_task(beat, markers, len(ledger.shards), now) for beat in beats]
+    if len(markers) == len(ledger.shards):
+        rate = sum((task.images_per_s for task in tasks), 0.0)
     status = Status(
         out=str(out),
         num_rows=ledger.job.identity.num_rows,
@@ -119,7 +126,7 @@ def read_status(out: Path, *, now: float | None = None) -> Status:
         num_invalid_rows=sum(shard.num_invalid_rows for shard in shards),
         images_per_s=rate,
         eta_s=None,
-        tasks=[_task(beat, markers, len(ledger.shards), now) for beat in beats],
+        tasks=tasks,
         shards=shards,
     )
     return _with_eta(status, markers)
@@ -167,6 +174,7 @@ def _task(beat: Heartbeat, markers: Mapping[int, Marker], num_shards: int, now: 
     owned = task_shards(num_shards, beat.num_tasks, beat.task)
     lost = beat.state == "running" and not beat.alive(now)
     state: TaskState = "lost" if lost else beat.state
+    mean = (beat.num_ok + beat.num_failed) / max(1e-3, beat.updated_at - beat.started_at)
     return TaskStatus(
         task=beat.task,
         state=state,
@@ -176,7 +184,7 @@ def _task(beat: Heartbeat, markers: Mapping[int, Marker], num_shards: int, now: 
         num_shards_done=sum(index in markers for index in owned),
         num_ok=beat.num_ok,
         num_failed=beat.num_failed,
-        images_per_s=beat.images_per_s if state == "running" else 0.0,
+        images_per_s=beat.images_per_s if state == "running" else mean,
         updated_at=beat.updated_at,
     )
 

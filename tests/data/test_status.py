@@ -4,8 +4,10 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from output_fakes import all_images, make_output, make_rows, open_ledger, run_job
 
+from offline_diffusion.cli.main import main
 from offline_diffusion.data import sink as sink_module
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.data.status import read_status
@@ -112,3 +114,16 @@ def test_a_damaged_heartbeat_is_left_out(tmp_path: Path) -> None:
 def test_not_an_output_folder(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="not an output folder"):
         read_status(tmp_path)
+
+
+def test_a_task_that_has_ended_shows_its_mean(tmp_path: Path) -> None:
+    run_job(open_ledger(tmp_path, 6, 2), make_rows(6), failing={(1, 0): "nan"})
+    path = tmp_path / "_state" / "tasks" / "task-00000.json"
+    beat = json.loads(path.read_bytes())
+    beat["started_at"] = beat["updated_at"] - 12.0
+    path.write_text(json.dumps(beat))
+    status = read_status(tmp_path, now=beat["updated_at"] + 86_400)
+    assert [task.images_per_s for task in status.tasks] == [pytest.approx(0.5)]
+    assert status.images_per_s == pytest.approx(0.5)
+    shown = CliRunner().invoke(main, ["status", str(tmp_path)]).stdout.splitlines()[0]
+    assert shown.endswith("0.5 images/s")
