@@ -25,7 +25,16 @@ from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.feed import Feed, row_defaults
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
-from offline_diffusion.progress import JobSummary, Observer, Phase, Progress, Say, StopFlag, Tally
+from offline_diffusion.progress import (
+    JobSummary,
+    Observer,
+    Phase,
+    Progress,
+    Say,
+    StopFlag,
+    Tally,
+    check_faults,
+)
 from offline_diffusion.request import RequestOutput
 
 if TYPE_CHECKING:
@@ -126,6 +135,7 @@ class _Task:
         ledger.clear_leftovers(shard for shard in shards if shard.index not in retried)
         finished = not todo
         if todo and not self.stop.requests:
+            check_faults(index.num_faults, index.num_rows, config.max_failures)
             self.observer(Progress(phase="loading", num_images=index.num_images))
             finished = self._draw(self.make_engine(config, checkpoint), manifest, index, ledger, todo)
         write_card(ledger)

@@ -96,6 +96,7 @@ class Tally:
     num_resumed: int = 0
     num_truncated: int = 0
     num_guidance_off: int = 0
+    num_guidance_scale_unused: int = 0
     num_rows_opened: int = 0
     num_images_opened: int = 0
     work_opened: float = 0.0
@@ -144,14 +145,11 @@ class Tally:
             return
         failures = self.num_failed + self.num_faults
         attempted = self.num_ok + failures
-        if limit.endswith("%"):
-            allowed = attempted * float(limit.removesuffix("%")) / 100
-            too_many = attempted >= MIN_SHARE_SAMPLE and failures > allowed
-        else:
-            too_many = failures > int(limit)
-        if too_many:
+        if _too_many(failures, attempted, limit) and (attempted >= MIN_SHARE_SAMPLE or "%" not in limit):
+            begun = self.num_images_opened + self.num_faults
             raise TooManyFailuresError(
-                f"{failures} of {attempted} images and rows failed, --max-failures is {limit}",
+                f"{_images(self.num_failed)} failed and {_rows(self.num_faults)} cannot be drawn, of "
+                f"{begun:,} begun; --max-failures is {limit}",
                 hint="what is finished is kept: mend the cause, or raise the limit, and run again",
             )
 
@@ -168,8 +166,37 @@ class Tally:
                 f"{_images(self.num_guidance_off)}: true_cfg_scale > 1 without a negative_prompt, so "
                 'guidance is off; give negative_prompt (" " will do); see cfg_active in metrics'
             )
+        if self.num_guidance_scale_unused:
+            lines.append(
+                f"{_images(self.num_guidance_scale_unused)}: guidance_scale is without effect, this model is "
+                "not guidance-distilled; give true_cfg_scale and negative_prompt"
+            )
         return lines
+
+
+def check_faults(num_faults: int, num_rows: int, limit: str | None) -> None:
+    """Raises `TooManyFailuresError` when a manifest alone has more faulty rows than ``--max-failures``.
+
+    Args:
+        num_faults, num_rows: Of the whole manifest.
+        limit: A count or a share (``5%``); None allows any number.
+    """
+    if limit is not None and _too_many(num_faults, num_rows, limit):
+        raise TooManyFailuresError(
+            f"{num_faults:,} of the manifest's {_rows(num_rows)} are faulty, --max-failures is {limit}",
+            hint="`offdiff validate` lists them: mend them, or raise the limit",
+        )
+
+
+def _too_many(failures: int, attempted: int, limit: str) -> bool:
+    if limit.endswith("%"):
+        return failures > attempted * float(limit.removesuffix("%")) / 100
+    return failures > int(limit)
 
 
 def _images(count: int) -> str:
     return "1 image" if count == 1 else f"{count:,} images"
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"

@@ -155,7 +155,9 @@ def test_retrying_after_a_stop_keeps_what_is_good(
 def test_a_number_of_failures_stops_the_job(manifest: Path, tmp_path: Path) -> None:
     out, options = tmp_path / "out", {"max_num_seqs": 1, "scheduling_policy": "fifo", "shard_size": 6} | SMALL
     runner = Runner(FailingModel(loaded_model()))
-    with pytest.raises(TooManyFailuresError, match=r"3 of .* failed, --max-failures is 2") as caught:
+    with pytest.raises(
+        TooManyFailuresError, match=r"3 images failed and 0 rows .* of \d+ begun; --max-failures is 2"
+    ) as caught:
         runner.run(manifest, out, max_failures="2", **options)
     assert caught.value.hint
     # An image is kept once it was handed in: what is drawn is never drawn again.
