@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from job_fakes import write_jsonl
 
 from offline_diffusion.config import JobConfig, make_job_config
+from offline_diffusion.data.shard_writer import ShardWriter
 from offline_diffusion.data.verify import verify
 from offline_diffusion.job import Progress, run_task
 from offline_diffusion.models.registry import Checkpoint
@@ -70,11 +72,13 @@ def run(folder: Path, num_rows: int, **options: Any) -> list[float]:
     return memory
 
 
-def test_a_busy_heartbeat_does_not_disturb_the_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offline_diffusion.data.sink.INTERVAL_S", 0.0005)
-    run(tmp_path, 250, shard_size=1)
+def test_shards_are_opened_while_others_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_sync(writer: ShardWriter) -> None:
+        time.sleep(0.002)
+
+    monkeypatch.setattr("offline_diffusion.data.sink.INTERVAL_S", 0.03)
+    monkeypatch.setattr(ShardWriter, "sync", slow_sync)
+    run(tmp_path, 60, shard_size=1)
     assert verify(tmp_path / "out").problems == []
 
 
