@@ -39,7 +39,8 @@ ALIASES = {
 }
 KNOWN_COLUMNS = ("id", "prompt", *PARAM_CONVERTERS)
 SIZE = "size"
-"""Text WIDTHxHEIGHT: stands for ``height`` and ``width`` where a row has neither."""
+"""Text WIDTHxHEIGHT: stands for ``height`` and ``width``, or for the one that a row lacks."""
+_BOTH_SIDES = "height and width"
 
 OUTPUT_COLUMNS = frozenset(IMAGE_COLUMNS)
 """A carried column of such a name gets ``_carried`` appended."""
@@ -58,7 +59,8 @@ class ColumnPlan:
     """What each column of a row, or of a whole file, is read as.
 
     Args:
-        prompt, id, size: Their columns in the file, None where there is none.
+        prompt, id, size: Their columns in the file, None where there is none. Where there are both
+            ``height`` and ``width``, ``size`` is carried.
         params: Column, field of ``SamplingParams`` and conversion, for each that is there.
         carried: Column and the name under which it is carried, for all others.
         notes: One line for each thing that a user would want to know.
@@ -86,8 +88,8 @@ def make_plan(columns: Sequence[str], column_map: Mapping[str, str]) -> ColumnPl
     losers: dict[str, str] = {}
     for ours in (*KNOWN_COLUMNS, SIZE):
         candidates = _candidates(ours, columns, column_map)
-        if ours == SIZE and ("height" in claims or "width" in claims):
-            losers.update(dict.fromkeys(candidates, "height and width"))
+        if ours == SIZE and "height" in claims and "width" in claims:
+            losers.update(dict.fromkeys(candidates, _BOTH_SIDES))
         elif candidates:
             claims[ours] = candidates[0]
             losers.update(dict.fromkeys(candidates[1:], ours))
@@ -133,7 +135,7 @@ def _notes(
     column_map: Mapping[str, str],
 ) -> list[str]:
     notes = [
-        f"column {show(theirs)!r} is read as {'height and width' if ours == SIZE else ours}"
+        f"column {show(theirs)!r} is read as {_BOTH_SIDES if ours == SIZE else ours}"
         for ours, theirs in claims.items()
         if ours != theirs or ours == SIZE
     ]
@@ -142,6 +144,8 @@ def _notes(
         shown = f"column {show(column)!r} is carried"
         if name != column:
             notes.append(f"{shown} as {show(name)!r}: the output has a column {show(column)!r} of its own")
+        elif losers.get(column) == _BOTH_SIDES:
+            notes.append(f"{shown} in rows with columns for {_BOTH_SIDES}")
         elif column in losers:
             notes.append(f"{shown}: {losers[column]} comes from another column")
         elif column not in column_map and (close := did_you_mean(column, absent)) is not None:
@@ -297,9 +301,7 @@ class _RowInMaking:
             if (value := values[column]) is not None:
                 params[name] = self._converted(column, value, convert)
         if plan.size is not None and values[plan.size] is not None:
-            size = self._converted(plan.size, values[plan.size], to_size)
-            if size is not None:
-                params["width"], params["height"] = size
+            self._fill_size(params, plan.size, values[plan.size])
         carried = {name: values[column] for column, name in plan.carried}
         digest = self._hash(prompt, params, carried)
         if self._faults:
@@ -318,6 +320,16 @@ class _RowInMaking:
             self._faults.append((column or "prompt", "", "there is no prompt"))
             return None
         return self._converted(column or "prompt", value, to_filled_text)
+
+    def _fill_size(self, params: dict[str, Any], column: str, value: Any) -> None:
+        """Takes from ``size`` what the row does not give otherwise; what it gives must be the same."""
+        size = self._converted(column, value, to_size)
+        if size is None:
+            return
+        for name, side in zip(("width", "height"), size, strict=True):
+            given = params.setdefault(name, side)
+            if given is not None and given != side:
+                self._faults.append((column, value, f"disagrees with {name}={given}"))
 
     def _converted(self, column: str, value: Any, convert: Convert) -> Any:
         try:

@@ -13,6 +13,7 @@ from offline_diffusion.data.columns import (
     flatten_openai_line,
     flatten_openai_schema,
     is_openai_line,
+    names_prompt,
 )
 from offline_diffusion.data.readers.base import BrokenRecord, Reader, Record, RowCursor, Stamp
 from offline_diffusion.data.readers.files import DAMAGED_HINT, READ_ERRORS
@@ -198,7 +199,7 @@ def _check_columns(manifest: Manifest, file: Reader, builder: RowBuilder) -> set
         shapes, plans = [tuple(flatten_openai_schema(file.schema).names)], [plan]
     columns = dict.fromkeys(column for shape in shapes for column in shape)
     if all(plan.prompt is None for plan in plans):
-        raise _no_prompt_column(file.name, list(columns))
+        raise _no_prompt_column(file.name, list(columns), manifest.column_map)
     return set(columns)
 
 
@@ -225,16 +226,19 @@ def _nothing_readable(name: str, first: Record) -> ManifestError:
     )
 
 
-def _no_prompt_column(name: str, columns: list[str]) -> ManifestError:
-    columns = [show(column) for column in columns]
-    shown = ", ".join(columns[:20]) + (", …" if len(columns) > 20 else "")
-    close = next((c for c in columns if did_you_mean(c, ("prompt", "prompts", "caption", "text"))), None)
-    close = close or next((c for c in columns if "prompt" in c.lower() or "caption" in c.lower()), None)
-    theirs = close or (columns[0] if columns else "column")
-    return ManifestError(
-        f"{name}: has no prompt column; its columns are: {shown}",
-        hint=f"{'did you mean' if close else 'name it with'} --map {theirs}=prompt{'?' if close else ''}",
-    )
+def _no_prompt_column(name: str, columns: list[str], column_map: Mapping[str, str]) -> ManifestError:
+    shown = ", ".join(map(show, columns[:20])) + (", …" if len(columns) > 20 else "")
+    message = f"{name}: has no prompt column; its columns are: {shown}"
+    taken = next((column for column in columns if names_prompt(column) and column in column_map), None)
+    if taken is not None:
+        hint = f"leave out --map {show(taken)}={column_map[taken]}: it takes the prompts away"
+        return ManifestError(message, hint=hint)
+    free = [show(column) for column in columns if column not in column_map]
+    close = next((c for c in free if did_you_mean(c, ("prompt", "prompts", "caption", "text"))), None)
+    close = close or next((c for c in free if "prompt" in c.lower() or "caption" in c.lower()), None)
+    theirs = close or (free[0] if free else "column")
+    hint = f"did you mean --map {theirs}=prompt?" if close else f"name it with --map {theirs}=prompt"
+    return ManifestError(message, hint=hint)
 
 
 def _check_mapped(

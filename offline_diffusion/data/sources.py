@@ -16,6 +16,8 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from offline_diffusion.data.job_file import JOB_FILE
+from offline_diffusion.data.layout import IMAGES, METRICS
 from offline_diffusion.data.readers.arrow import hub_dataset, saved_dataset
 from offline_diffusion.data.readers.base import Reader
 from offline_diffusion.data.readers.files import DataFile
@@ -106,6 +108,11 @@ class SourceExpander:
         if isinstance(fs, LocalFileSystem) and _is_saved_dataset(path):
             yield saved_dataset(source, path, None, _dataset_file)
             return
+        if _is_output_folder(fs, path):
+            raise ManifestError(
+                f"{source}: is an output folder of offdiff, not a manifest",
+                hint=f"to draw the prompts of its images again name {source.rstrip('/')}/{IMAGES}",
+            )
         files = _files_below(source, fs, path)
         data = [file for file in files if suffix_of(file.name) in DATA_SUFFIXES]
         prompts = [file for file in files if suffix_of(file.name) == ".txt"]
@@ -182,6 +189,11 @@ def _install_hint(source: str) -> str | None:
 def _is_saved_dataset(folder: str) -> bool:
     path = Path(folder)
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def _is_output_folder(fs: fsspec.AbstractFileSystem, path: str) -> bool:
+    base = path.rstrip("/")
+    return bool(fs.isfile(f"{base}/{JOB_FILE}") and fs.isdir(f"{base}/{METRICS}"))
 
 
 def _dataset_file(path: str) -> DataFile:

@@ -88,9 +88,10 @@ def test_an_empty_map_sets_a_column_aside() -> None:
     assert dict(plan.carried) == {"prompt": "prompt_carried", "n": "n"}
 
 
-def test_size_is_taken_only_where_height_and_width_are_absent() -> None:
+def test_size_is_taken_unless_there_are_height_and_width() -> None:
     assert read_as(["prompt", "size"])["size"] == "size"
-    assert read_as(["prompt", "size", "width"]) == {"prompt": "prompt", "width": "width"}
+    found = read_as(["prompt", "size", "width", "height"])
+    assert found == {"prompt": "prompt", "width": "width", "height": "height"}
 
 
 def test_a_carried_column_gives_way_to_the_output_s_own() -> None:
