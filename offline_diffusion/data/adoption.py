@@ -30,7 +30,7 @@ from offline_diffusion.data.layout import (
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest_change import superseded_folders
 from offline_diffusion.data.marker import Marker, read_marker
-from offline_diffusion.data.partial import Record, scan_partials
+from offline_diffusion.data.partial import ImageKey, Record, scan_partials
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.schemas import IMAGE_COLUMNS, METRICS_SCHEMA, images_schema
 from offline_diffusion.data.shard_images import ImageKeys
@@ -63,6 +63,23 @@ def published_records(folder: Path, shard: Shard) -> Iterator[tuple[str, Record]
     """
     with _readable(folder, shard):
         yield from _published_records(folder, shard)
+
+
+def published_failures(folder: Path, shard: Shard) -> Iterator[tuple[ImageKey, str, int]]:
+    """The failed images of a published shard: ``(row, image_index)``, the row's hash, attempts.
+
+    Raises:
+        JobError: It is damaged.
+    """
+    columns = ["row", "image_index", "row_hash", "attempts", "status"]
+    with _readable(folder, shard):
+        for path in table_files(folder, METRICS, shard):
+            for batch in pq.ParquetFile(path).iter_batches(1_000, columns=columns):
+                for row, index, row_hash, attempts, status in zip(
+                    *(batch.column(name).to_pylist() for name in columns), strict=True
+                ):
+                    if status == "failed" and index is not None:
+                        yield (row, index), row_hash, attempts
 
 
 def _published_records(folder: Path, shard: Shard) -> Iterator[tuple[str, Record]]:

@@ -20,6 +20,7 @@ from offline_diffusion.data.layout import TABLES, Shard, table_files
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker, PublishedFile
 from offline_diffusion.data.partial import (
+    ImageKey,
     PartialWriter,
     Record,
     new_partial_path,
@@ -69,6 +70,7 @@ class ShardWriter:
         numbers = [row.row for row in rows]
         assert numbers == list(range(shard.start, shard.stop)), "rows must be the shard's, in order"
         self.images = ShardImages(rows)
+        self._failed_attempts: dict[int, int] = {}  # by an image's number; only of what is retried
         with disk_errors(ledger.out):
             self._slots = self._recover(retry_failed)
             path = new_partial_path(ledger.partials, shard.stem)
@@ -79,15 +81,39 @@ class ShardWriter:
         """What earlier attempts left: the first good image of each key, else its failure."""
         slots = SlotTable(self.images)
         for slot, record in scan_partials(partial_paths(self._ledger.partials, self.shard.stem)):
-            if self._wanted(record) and (record.status == "ok" or not retry_failed):
-                known = slots.get(record.key)
-                if known is None or (known.status != "ok" and record.status == "ok"):
-                    slots[record.key] = slot
+            if not self._wanted(record.key, record.result.get("row_hash")):
+                continue
+            if retry_failed and record.status != "ok":
+                self._count_attempts(record.key, record.result["attempts"])
+                continue
+            known = slots.get(record.key)
+            if known is None or (known.status != "ok" and record.status == "ok"):
+                slots[record.key] = slot
         return slots
 
-    def _wanted(self, record: Record) -> bool:
-        is_ours = self.images.number(record.key) is not None
-        return is_ours and record.result.get("row_hash") == self.row_hash(record.row)
+    def _wanted(self, key: ImageKey, row_hash: str | None) -> bool:
+        return self.images.number(key) is not None and row_hash == self.row_hash(key[0])
+
+    def _count_attempts(self, key: ImageKey, attempts: int) -> None:
+        """A failure's count holds those before it: the largest is that of all."""
+        number = self.images.number(key)
+        assert number is not None
+        self._failed_attempts[number] = max(attempts, self._failed_attempts.get(number, 0))
+
+    def count_failures(self, failures: Iterable[tuple[ImageKey, str, int]]) -> None:
+        """Lets the next attempts at images know of published ones that failed.
+
+        Args:
+            failures: ``(row, image_index)``, the row's hash and the attempts so far.
+        """
+        for key, row_hash, attempts in failures:
+            if self._wanted(key, row_hash):
+                self._count_attempts(key, attempts)
+
+    def earlier_attempts(self, key: ImageKey) -> int:
+        """Attempts at an image that failed before this one; any thread may ask."""
+        number = self.images.number(key)
+        return 0 if number is None else self._failed_attempts.get(number, 0)
 
     def adopt(self, records: Iterable[Record]) -> None:
         """Takes over good images that were published or begun elsewhere, durably.
@@ -96,7 +122,8 @@ class ShardWriter:
         """
         with disk_errors(self._partial.path):
             for record in records:
-                if record.status == "ok" and record.key not in self._slots and self._wanted(record):
+                is_wanted = self._wanted(record.key, record.result.get("row_hash"))
+                if is_wanted and record.status == "ok" and record.key not in self._slots:
                     self._slots[record.key] = self._partial.append(record)
             self._partial.sync()
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from offline_diffusion.config import ImageFormat
-from offline_diffusion.data.adoption import Superseded, published_records
+from offline_diffusion.data.adoption import Superseded, published_failures, published_records
 from offline_diffusion.data.card import write_card
 from offline_diffusion.data.encode import ENCODE_ERRORS, crop_centre, encode_image
 from offline_diffusion.data.files import disk_errors
@@ -130,6 +130,7 @@ class Sink:
         writer = self._make_writer(shard, rows, retry_failed)
         if marker is not None:
             writer.adopt(record for _, record in published_records(self._ledger.out, shard))
+            writer.count_failures(published_failures(self._ledger.out, shard))
         else:
             writer.adopt(self._superseded.records(rows, writer.missing))
         finished = writer.finished
@@ -256,6 +257,7 @@ class Sink:
                 image,
                 output,
                 row_hash=writer.row_hash(image.row),
+                earlier_attempts=writer.earlier_attempts((image.row, image.image_index)),
                 image_format=self._image_format,
                 task=self._task,
                 worker=self._worker,
@@ -339,6 +341,7 @@ def make_record(
     image_format: ImageFormat,
     task: int,
     worker: str,
+    earlier_attempts: int = 0,
 ) -> Record:
     """Crops, hashes and encodes an output. What cannot be encoded becomes a failed record.
 
@@ -348,6 +351,7 @@ def make_record(
         row_hash: The row's content hash.
         image_format: Of the encoded image.
         task, worker: Who made it.
+        earlier_attempts: Of earlier runs, added to the output's own.
     """
     started = time.perf_counter()
     data, sha256 = None, None
@@ -359,6 +363,7 @@ def make_record(
             error_type, error = "encode_error", f"cannot encode as {image_format}: {problem}"
     result: dict[str, Any] = asdict(output.metrics) | {
         "id": image.id,
+        "attempts": earlier_attempts + output.metrics.attempts,
         "row_hash": row_hash,
         "negative_prompt": image.request.negative_prompt,
         "seed": image.request.seed,
