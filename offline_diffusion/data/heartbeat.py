@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from dataclasses import asdict, dataclass, field
@@ -45,7 +44,6 @@ class Heartbeat:
     num_tasks: int
     worker: str
     host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
     started_at: float = field(default_factory=time.time)
     updated_at: float = 0.0
     state: Literal["running", "done", "stopped"] = "running"

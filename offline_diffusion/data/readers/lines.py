@@ -38,8 +38,12 @@ class FileReader:
         return self.file.digest()
 
 
-class JsonLinesReader(FileReader):
-    """One JSON object a line; blank lines are no rows."""
+class LinesReader(FileReader):
+    """A row a line; blank lines are no rows."""
+
+    def parse(self, line: bytes) -> dict[str, Any] | BrokenRecord:
+        """The row of a line."""
+        raise NotImplementedError
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         row = first_row
@@ -48,38 +52,31 @@ class JsonLinesReader(FileReader):
                 if not line or line.isspace():
                     continue
                 if cursor.wants(row):
-                    yield Record(row, number, _json_row(line))
+                    yield Record(row, number, self.parse(line))
                 elif cursor.done:
                     break
                 row += 1
         return row - first_row
 
 
-def _json_row(line: bytes) -> dict[str, Any] | BrokenRecord:
-    if len(line) > MAX_LINE_BYTES:
-        return broken(TOO_LONG, line)
-    return object_record(decode_json(line), line)
+class JsonLinesReader(LinesReader):
+    """One JSON object a line."""
+
+    def parse(self, line: bytes) -> dict[str, Any] | BrokenRecord:
+        if len(line) > MAX_LINE_BYTES:
+            return broken(TOO_LONG, line)
+        return object_record(decode_json(line), line)
 
 
-class PromptLinesReader(FileReader):
-    """One prompt a line; blank lines are no rows."""
+class PromptLinesReader(LinesReader):
+    """One prompt a line."""
 
     @property
     def schema(self) -> pa.Schema | None:
         return PROMPT_SCHEMA
 
-    def records(self, first_row: int, cursor: RowCursor) -> Records:
-        row = first_row
-        with self.file.open_decompressed() as stream:
-            for number, line in iter_lines(stream):
-                if not line or line.isspace():
-                    continue
-                if cursor.wants(row):
-                    yield Record(row, number, prompt_record(line))
-                elif cursor.done:
-                    break
-                row += 1
-        return row - first_row
+    def parse(self, line: bytes) -> dict[str, Any] | BrokenRecord:
+        return prompt_record(line)
 
 
 def prompt_record(raw: bytes) -> dict[str, Any] | BrokenRecord:
