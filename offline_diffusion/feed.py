@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
@@ -32,6 +32,38 @@ def row_defaults(config: JobConfig) -> RowDefaults:
         seed=config.seed,
         on_bad_size=config.on_bad_size,
     )
+
+
+def with_other_faults(
+    published: Sequence[tuple[Shard, int]],
+    *,
+    manifest: Manifest,
+    index: ManifestIndex,
+    capabilities: Capabilities,
+    defaults: RowDefaults,
+) -> set[int]:
+    """The shards, by index, whose faulty rows are not as many as when they were published.
+
+    Args:
+        published: Shards in order, each with its number of quarantined rows.
+        manifest, index: All rows; those of the shards are read once.
+        capabilities: Of the model.
+        defaults: The job's.
+    """
+    ranges = [range(shard.start, shard.stop) for shard, _ in published]
+    rows = manifest.read(ranges, duplicates=index.duplicates)
+    changed = set()
+    for shard, num_before in published:
+        resolved = (_resolve(row, capabilities, defaults) for row in islice(rows, shard.num_rows))
+        if sum(isinstance(each, RowFault) for each in resolved) != num_before:
+            changed.add(shard.index)
+    return changed
+
+
+def _resolve(
+    row: ManifestRow | RowFault, capabilities: Capabilities, defaults: RowDefaults
+) -> RowImages | RowFault:
+    return row if isinstance(row, RowFault) else resolve_row(row, capabilities, defaults)
 
 
 @dataclass(kw_only=True)
@@ -93,7 +125,7 @@ class Feed:
         defaults = row_defaults(self.config)
         asked: list[RowImages] = []
         for position, row in enumerate(rows):
-            resolved = row if isinstance(row, RowFault) else resolve_row(row, self.capabilities, defaults)
+            resolved = _resolve(row, self.capabilities, defaults)
             if isinstance(resolved, RowFault):
                 rows[position] = resolved
                 self.tally.num_faults += 1

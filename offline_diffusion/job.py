@@ -23,7 +23,7 @@ from offline_diffusion.data.scan import ManifestIndex, scan
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.errors import JobInterrupted
-from offline_diffusion.feed import Feed, row_defaults
+from offline_diffusion.feed import Feed, row_defaults, with_other_faults
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 from offline_diffusion.progress import (
     JobSummary,
@@ -129,7 +129,7 @@ class _Task:
         index.save(index_folder)
         shards = self._my_shards(index)
         before = ledger.markers()
-        todo = [shard for shard in shards if self._is_unfinished(before.get(shard.index))]
+        todo = self._unfinished(shards, before, manifest, index, checkpoint)
         unfinished = {shard.index for shard in todo}
         retried = unfinished & before.keys()  # their leftovers are what an earlier retry has made
         ledger.clear_leftovers(shard for shard in shards if shard.index not in retried)
@@ -183,8 +183,27 @@ class _Task:
         mine = task_shards(len(shards), self.config.num_tasks, self.config.task_index)
         return [shards[number] for number in mine]
 
-    def _is_unfinished(self, marker: Marker | None) -> bool:
-        return marker is None or (self.config.retry_failed and marker.has_failures)
+    def _unfinished(
+        self,
+        shards: Sequence[Shard],
+        markers: Mapping[int, Marker],
+        manifest: Manifest,
+        index: ManifestIndex,
+        checkpoint: Checkpoint,
+    ) -> list[Shard]:
+        """Shards not published yet, and with ``--retry-failed`` those where something may go better now."""
+        wanted = {shard.index for shard in shards if shard.index not in markers}
+        if self.config.retry_failed:
+            published = [(shard, markers[shard.index]) for shard in shards if shard.index in markers]
+            wanted |= {shard.index for shard, marker in published if marker.num_failed}
+            wanted |= with_other_faults(
+                [(shard, marker.num_invalid_rows) for shard, marker in published if marker.has_failures],
+                manifest=manifest,
+                index=index,
+                capabilities=checkpoint.capabilities,
+                defaults=row_defaults(self.config),
+            )
+        return [shard for shard in shards if shard.index in wanted]
 
     # --- drawing -----------------------------------------------------------------------------
 
