@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from offline_diffusion.data.files import file_sha256
 from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, TABLES, Shard, table_files
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker, PublishedFile, marker_from_tables
-from offline_diffusion.data.partial import ImageKey
 from offline_diffusion.data.schemas import FAILURES_SCHEMA, INVALID_ROW, METRICS_SCHEMA, images_schema
 from offline_diffusion.errors import JobError
 
@@ -208,10 +208,9 @@ class _ShardCheck:
         if not all(whole):
             return
         try:
-            ok, failed = self._check_metrics()
-            self._check_counts(len(ok), len(failed))
-            self._check_images(ok)
-            self._check_failures(failed)
+            self._check_counts(*self._check_metrics())
+            self._check_images()
+            self._compare(FAILURES, is_ok=False)
         except (OSError, KeyError, pa.ArrowException) as error:
             self._problem(self._shard.stem, f"cannot be read: {error}")
 
@@ -252,15 +251,14 @@ class _ShardCheck:
             for batch in parquet.iter_batches(_BATCH_ROWS[table], columns=columns):
                 yield path.relative_to(self._out).as_posix(), batch.to_pylist()
 
-    def _check_metrics(self) -> tuple[list[ImageKey], list[tuple[int, int | None]]]:
-        """Every row of the shard once, with images 0, 1, 2, ... Returns its good and failed images."""
-        ok: list[ImageKey] = []
-        failed: list[tuple[int, int | None]] = []
+    def _check_metrics(self) -> tuple[int, int]:
+        """Every row of the shard once, with images 0, 1, 2, ... Counts its good and failed images."""
+        num_ok = num_failed = 0
         row, next_index = self._shard.start - 1, 0
         for file, batch in self._rows(METRICS, ["row", "image_index", "status", "error_type"]):
             for values in batch:
-                key = values["row"], values["image_index"]
-                (ok if values["status"] == "ok" else failed).append(key)
+                num_ok += values["status"] == "ok"
+                num_failed += values["status"] != "ok"
                 if values["row"] != row:
                     if values["row"] != row + 1:
                         self._problem(file, f"row {row + 1} is expected here", values["row"])
@@ -274,7 +272,7 @@ class _ShardCheck:
             self._problem(
                 f"{METRICS}/{self._shard.stem}.parquet", f"ends at row {row}, not {self._shard.stop - 1}"
             )
-        return ok, failed
+        return num_ok, num_failed
 
     def _check_counts(self, num_ok: int, num_failed: int) -> None:
         published = self._marker.num_ok, self._marker.num_failed + self._marker.num_invalid_rows
@@ -285,26 +283,29 @@ class _ShardCheck:
             )
             self._problem(file, f"has {counts}")
 
-    def _check_images(self, expected: list[ImageKey]) -> None:
-        columns = ["row", "image_index", "width", "height", "image", "sha256"]
-        found: list[ImageKey] = []
-        for file, batch in self._rows(IMAGES, columns):
+    def _check_images(self) -> None:
+        for file, batch in self._rows(IMAGES, ["row", "image_index", "width", "height", "image", "sha256"]):
+            self._report.num_images += len(batch)
             for values, fault in zip(batch, self._decoders.map(_image_fault, batch), strict=True):
-                found.append((values["row"], values["image_index"]))
                 if fault is not None:
                     self._problem(file, f"image {values['image_index']}: {fault}", values["row"])
-        self._report.num_images += len(found)
-        self._compare(IMAGES, expected, found)
+        self._compare(IMAGES, is_ok=True)
 
-    def _check_failures(self, expected: list[tuple[int, int | None]]) -> None:
-        batches = self._rows(FAILURES, ["row", "image_index"])
-        found = [(values["row"], values["image_index"]) for _, batch in batches for values in batch]
-        self._compare(FAILURES, expected, found)
+    def _keys(self, table: str, *, is_ok: bool) -> Iterator[tuple[int, int | None]]:
+        """``(row, image_index)`` of all rows of a table, of the metrics only those with this status."""
+        columns = ["row", "image_index", *(["status"] if table == METRICS else [])]
+        for _, batch in self._rows(table, columns):
+            for values in batch:
+                if table != METRICS or (values["status"] == "ok") == is_ok:
+                    yield values["row"], values["image_index"]
 
-    def _compare(self, table: str, expected: list[Any], found: list[Any]) -> None:
-        if found == expected:
+    def _compare(self, table: str, *, is_ok: bool) -> None:
+        """The table has what the metrics say, in the same order."""
+        pairs = zip_longest(self._keys(METRICS, is_ok=is_ok), self._keys(table, is_ok=is_ok))
+        if all(expected == found for expected, found in pairs):
             return
         file = f"{table}/{self._shard.stem}.parquet"
+        expected, found = (list(self._keys(source, is_ok=is_ok)) for source in (METRICS, table))
         missing, surplus = set(expected) - set(found), set(found) - set(expected)
         for row, index in sorted(missing, key=str):
             self._problem(file, f"image {index} is missing", row)
