@@ -7,7 +7,7 @@ One process, one device, turn by turn: each system once per workload, after a wa
 * ``diffusers_serial``: one image at a time, the two guidance branches one after the other;
 * ``diffusers_batch``: presorted by shape and guidance, up to 8 together, prompts padded and masked
   where their lengths differ, as the diffusers pipeline does;
-* ``packed``: this engine, whatever the requests are.
+* ``packed``: this engine, whatever the requests are; ``packed_fp8`` with ``--fp8``.
 
 Compared is device time of denoising alone, by CUDA events, per image. ``wall_s`` of the engine also
 holds prompt encoding, VAE decode and the copy to the host. Floor: FLOPs of real tokens over PEAK.
@@ -22,12 +22,14 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from full_size import build_pipeline, checkpoint, read_prompts
 
+from offline_diffusion.accel.quantize import apply_quantization
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.engine import Engine
 from offline_diffusion.engine.model_runner import ModelRunner
@@ -169,6 +171,7 @@ def main() -> None:
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--prompts", type=Path, help="a prompt set such as PartiPrompts.tsv")
+    parser.add_argument("--fp8", action="store_true", help="measure this engine in fp8 too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda")
@@ -177,11 +180,17 @@ def main() -> None:
     config = EngineConfig(max_num_batched_tokens=args.budget, max_num_seqs=64)
     engine = Engine(model, config)
     assert isinstance(engine.runner, ModelRunner)
+    chosen = {
+        name: requests
+        for name, requests in workloads(args.steps, args.prompts).items()
+        if not args.only or name in args.only
+    }
     records = []
-    for name, requests in workloads(args.steps, args.prompts).items():
-        if args.only and name not in args.only:
-            continue
+    for name, requests in chosen.items():
         records += measure(name, requests, pipeline, engine)
+    if args.fp8:
+        apply_quantization(model, "fp8")  # from here on diffusers' weights are gone
+        records += [measure_quantized(name, requests, engine, records) for name, requests in chosen.items()]
     header = {
         "device": torch.cuda.get_device_name(),
         "versions": {
@@ -206,46 +215,62 @@ def main() -> None:
 
 
 def measure(name: str, requests: Sequence[Request], pipeline: Any, engine: Engine) -> list[dict[str, Any]]:
-    """All systems on one workload, after a warm-up of one step each."""
+    """Floor, diffusers and this engine in bfloat16 on one workload, after a warm-up of one step each."""
     floor = floor_seconds(requests, engine.model)
-    short = [Request(**{**_fields(request), "num_inference_steps": 1}) for request in requests]
-    packed_seconds(engine, short)
-    ours = packed_seconds(engine, requests)
+    ours = _warm_packed(engine, requests)
+    short = _one_step(requests)
     diffusers_seconds(pipeline, short[:1], 1)
     serial = diffusers_seconds(pipeline, requests, 1)
     diffusers_seconds(pipeline, short, BATCH)
     batch = diffusers_seconds(pipeline, requests, BATCH)
-    rows: list[tuple[str, float, dict[str, float]]] = [
-        ("floor", floor, {}),
-        ("diffusers_serial", serial, {}),
-        ("diffusers_batch", batch, {}),
-        ("packed", ours["denoise_s"], {"wall_s": ours["wall_s"], "step_fill": ours["step_fill"]}),
+    base = {"workload": name, "num_images": len(requests)}
+    return [
+        _record(base | {"system": "floor"}, floor, floor, serial, batch),
+        _record(base | {"system": "diffusers_serial"}, serial, floor, serial, batch),
+        _record(base | {"system": "diffusers_batch"}, batch, floor, serial, batch),
+        _record(base | {"system": "packed"} | ours, ours["denoise_s"], floor, serial, batch),
     ]
-    records = []
-    for system, seconds, more in rows:
-        record = {
-            "workload": name,
-            "system": system,
-            "num_images": len(requests),
-            "denoise_s": round(seconds, 3),
-            "s_per_image": round(seconds / len(requests), 4),
-            "share_of_floor": round(floor / seconds, 3),
-            "tflops_useful": round(floor * PEAK_FLOPS / seconds / 1e12, 1),
-            "ratio_to_diffusers_serial": round(serial / seconds, 3),
-            "ratio_to_diffusers_batch": round(batch / seconds, 3),
-            **{key: round(value, 3) for key, value in more.items()},
-        }
-        records.append(record)
-        print(
-            f"{name:>22} {system:>17} {seconds:8.2f} s  {record['tflops_useful']:6.1f} TFLOP/s "
-            f"x{serial / seconds:.2f} serial x{batch / seconds:.2f} batch {more}",
-            flush=True,
-        )
-    return records
 
 
-def _fields(request: Request) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in Request.__dataclass_fields__}
+def measure_quantized(
+    name: str, requests: Sequence[Request], engine: Engine, records: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """This engine once more, its model quantized meanwhile, beside the earlier ``records``."""
+    seconds = {r["system"]: r["denoise_s"] for r in records if r["workload"] == name}
+    ours = _warm_packed(engine, requests)
+    base = {"workload": name, "num_images": len(requests), "system": "packed_fp8"}
+    rivals = (seconds["floor"], seconds["diffusers_serial"], seconds["diffusers_batch"])
+    return _record(base | ours, ours["denoise_s"], *rivals)
+
+
+def _warm_packed(engine: Engine, requests: Sequence[Request]) -> dict[str, float]:
+    packed_seconds(engine, _one_step(requests))
+    return packed_seconds(engine, requests)
+
+
+def _one_step(requests: Sequence[Request]) -> list[Request]:
+    return [replace(request, num_inference_steps=1) for request in requests]
+
+
+def _record(
+    values: dict[str, Any], seconds: float, floor: float, serial: float, batch: float
+) -> dict[str, Any]:
+    """Prints one system's line and returns its record."""
+    record = {key: round(value, 3) if isinstance(value, float) else value for key, value in values.items()}
+    record |= {
+        "denoise_s": round(seconds, 3),
+        "s_per_image": round(seconds / values["num_images"], 4),
+        "share_of_floor": round(floor / seconds, 3),
+        "tflops_useful": round(floor * PEAK_FLOPS / seconds / 1e12, 1),
+        "ratio_to_diffusers_serial": round(serial / seconds, 3),
+        "ratio_to_diffusers_batch": round(batch / seconds, 3),
+    }
+    print(
+        f"{record['workload']:>22} {record['system']:>17} {seconds:8.2f} s  "
+        f"{record['tflops_useful']:6.1f} TFLOP/s x{serial / seconds:.2f} serial x{batch / seconds:.2f} batch",
+        flush=True,
+    )
+    return record
 
 
 if __name__ == "__main__":

@@ -14,22 +14,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from offline_diffusion.kernels.packed_ops import FP8_MAX, SMALLEST_MAX
+
 
 @triton.jit
-def _norm_modulate(
-    x_ptr, shift_ptr, scale_ptr, index_ptr, out_ptr, stride_x, stride_mod, eps, N, BLOCK: tl.constexpr
-):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < N
-    x = tl.load(x_ptr + token * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
+def _normed_row(x_ptr, shift_ptr, scale_ptr, index_ptr, stride_mod, eps, N, token, columns, mask):
+    """Layer norm and modulation of one token, float32; shift beyond the end is zero, and so is the row."""
+    x = tl.load(x_ptr + token * N + columns, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, axis=0) / N
     centred = tl.where(mask, x - mean, 0.0)
     variance = tl.sum(centred * centred, axis=0) / N
     row = tl.load(index_ptr + token) * stride_mod
     shift = tl.load(shift_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
-    out = centred * tl.rsqrt(variance + eps) * (1.0 + scale) + shift
+    return centred * tl.rsqrt(variance + eps) * (1.0 + scale) + shift
+
+
+@triton.jit
+def _norm_modulate(x_ptr, shift_ptr, scale_ptr, index_ptr, out_ptr, stride_mod, eps, N, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < N
+    out = _normed_row(x_ptr, shift_ptr, scale_ptr, index_ptr, stride_mod, eps, N, token, columns, mask)
     tl.store(out_ptr + token * N + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -104,12 +110,93 @@ def _scatter_qkv(
     tl.store(v_ptr + target * width + columns, v, mask=mask)
 
 
+@triton.jit
+def _store_quantized(
+    x, out_ptr, out_scale_ptr, token, columns, mask, N, FP8_MAX: tl.constexpr, SMALLEST: tl.constexpr
+):
+    """One row ``x`` of float32, zero beyond its end."""
+    scale = tl.maximum(tl.max(tl.abs(x), axis=0), SMALLEST) / FP8_MAX
+    values = tl.minimum(tl.maximum(x / scale, -FP8_MAX), FP8_MAX)
+    tl.store(out_ptr + token * N + columns, values.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_scale_ptr + token, scale)
+
+
+@triton.jit
+def _norm_modulate_quantized(
+    x_ptr,
+    shift_ptr,
+    scale_ptr,
+    index_ptr,
+    out_ptr,
+    out_scale_ptr,
+    stride_mod,
+    eps,
+    N,
+    FP8_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < N
+    out = _normed_row(x_ptr, shift_ptr, scale_ptr, index_ptr, stride_mod, eps, N, token, columns, mask)
+    _store_quantized(out, out_ptr, out_scale_ptr, token, columns, mask, N, FP8_MAX, SMALLEST)
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr,
+    out_ptr,
+    out_scale_ptr,
+    N,
+    GELU: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < N
+    x = tl.load(x_ptr + token * N + columns, mask=mask, other=0.0).to(tl.float32)
+    if GELU:  # x · sigmoid(2u) is 0.5 · x · (1 + tanh(u))
+        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = x * tl.sigmoid(2.0 * u)
+    _store_quantized(x, out_ptr, out_scale_ptr, token, columns, mask, N, FP8_MAX, SMALLEST)
+
+
+def norm_modulate_quantized(
+    x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See ``packed_ops.norm_modulate_quantized``: values and scales."""
+    assert x.is_contiguous() and shift.stride() == scale.stride() and shift.stride(1) == 1
+    num_tokens, width = x.shape
+    out, out_scale = _quantized_like(x)
+    _launch(_norm_modulate_quantized, num_tokens, x, shift, scale, index, out, out_scale, shift.stride(0),
+            eps, width, FP8_MAX, SMALLEST_MAX, BLOCK=triton.next_power_of_2(width), num_warps=8)  # fmt: skip
+    return out, out_scale
+
+
+def quantize_rows(x: Tensor, *, gelu: bool) -> tuple[Tensor, Tensor]:
+    """See ``packed_ops.quantize_rows``: values and scales."""
+    assert x.is_contiguous()
+    num_tokens, width = x.shape
+    out, out_scale = _quantized_like(x)
+    _launch(_quantize_rows, num_tokens, x, out, out_scale, width, gelu, FP8_MAX, SMALLEST_MAX,
+            BLOCK=triton.next_power_of_2(width), num_warps=16 if width > 4096 else 8)  # fmt: skip
+    return out, out_scale
+
+
+def _quantized_like(x: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    return out, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+
+
 def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float) -> Tensor:
     """See ``packed_ops.norm_modulate``."""
     assert x.is_contiguous() and shift.stride() == scale.stride() and shift.stride(1) == 1
     out = torch.empty_like(x)
     num_tokens, width = x.shape
-    _launch(_norm_modulate, num_tokens, x, shift, scale, index, out, x.stride(0), shift.stride(0), eps, width,
+    _launch(_norm_modulate, num_tokens, x, shift, scale, index, out, shift.stride(0), eps, width,
             BLOCK=triton.next_power_of_2(width), num_warps=8)  # fmt: skip
     return out
 

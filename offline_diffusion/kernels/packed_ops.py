@@ -7,9 +7,17 @@ are packed. Shapes: T tokens, R requests, H channels, A heads of D.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+FP8_MAX = 448.0
+"""Largest float8_e4m3fn."""
+
+SMALLEST_MAX = 1e-12
+"""A row whose largest magnitude is below this is quantized as if it were this: rows of zeros stay zeros."""
 
 
 def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float) -> Tensor:
@@ -27,6 +35,44 @@ def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: f
         return fused.norm_modulate(x, shift, scale, index, eps)
     normed = F.layer_norm(x, x.shape[-1:], eps=eps)
     return torch.addcmul(shift.index_select(0, index), normed, (1 + scale).index_select(0, index))
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Rows in float8_e4m3fn: ``values · scale`` is what they stand for.
+
+    Args:
+        values: ``[T, N]``.
+        scale: ``[T, 1]`` float32.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+def norm_modulate_quantized(x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float) -> Quantized:
+    """`norm_modulate`, then `quantize_rows`; one kernel on a GPU."""
+    if x.is_cuda:
+        from offline_diffusion.kernels import fused
+
+        return Quantized(*fused.norm_modulate_quantized(x, shift, scale, index, eps))
+    return quantize_rows(norm_modulate(x, shift, scale, index, eps))
+
+
+def quantize_rows(x: Tensor, *, gelu: bool = False) -> Quantized:
+    """Every row scaled so that its largest magnitude is `FP8_MAX`; after tanh-approximated GELU if asked.
+
+    Args:
+        x: ``[T, N]``.
+        gelu: Apply it first.
+    """
+    if x.is_cuda:
+        from offline_diffusion.kernels import fused
+
+        return Quantized(*fused.quantize_rows(x, gelu=gelu))
+    wide = F.gelu(x.float(), approximate="tanh") if gelu else x.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_MAX) / FP8_MAX
+    return Quantized((wide / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale)
 
 
 def gate_residual(x: Tensor, update: Tensor, gate: Tensor, index: Tensor) -> Tensor:

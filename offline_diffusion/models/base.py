@@ -6,6 +6,7 @@ arithmetic; which requests run together, when and for how long is none of its bu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -81,6 +82,10 @@ class DiffusionModel(Protocol):
     num_latent_channels: int
     """Channels C of an image token."""
     attention_backend: str
+
+    def quantizable(self) -> Iterable[tuple[object, str]]:
+        """Owner and attribute name of each large product that ``accel.quantize`` may replace."""
+        ...
 
     def batch_key(self, request: Request) -> Any:
         """Requests with equal keys may share a step. Constant for packed families."""

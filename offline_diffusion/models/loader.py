@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from offline_diffusion.accel.quantize import apply_quantization
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.errors import BackendError, ModelError
 from offline_diffusion.models.base import DiffusionModel
@@ -49,7 +50,9 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Di
     checkpoint = checkpoint or find_checkpoint(config.model, config.revision)
     device = resolve_device(config.device)
     pipeline = _load_pipeline(checkpoint, resolve_dtype(config.dtype, device), device)
-    return model_from_pipeline(pipeline, checkpoint, device, config.attention_backend)
+    model = model_from_pipeline(pipeline, checkpoint, device, config.attention_backend)
+    apply_quantization(model, config.quantization)
+    return model
 
 
 def model_from_pipeline(

@@ -7,6 +7,7 @@ and that both guidance branches are sequences of the same forward.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,17 @@ from torch import Tensor, nn
 
 from offline_diffusion.attention.backends import AttentionFunction, load_backend
 from offline_diffusion.errors import ModelError, UnsupportedModelError
+from offline_diffusion.kernels.linear import MIN_ROWS, PackedLinear, pad_rows
 from offline_diffusion.kernels.packed_ops import gate_residual, norm_modulate, scatter_qkv
 from offline_diffusion.models.base import GuidanceRule, PackedInput, RotaryTable, TokenizedPrompt
 from offline_diffusion.models.capabilities import Capabilities
-from offline_diffusion.models.layers import MIN_ROWS, PackedLinear, pad_rows
 from offline_diffusion.request import Request
 
 LAYER_NORM_EPS = 1e-6
+
+
+Modulation = tuple[Tensor, ...]
+"""Shift, scale and gate of attention, then of the feed-forward: ``[R, H]`` each."""
 
 
 class _Stream:
@@ -36,16 +41,27 @@ class _Stream:
         self.mlp_in, self.mlp_out = PackedLinear(mlp.net[0].proj), PackedLinear(mlp.net[2])
 
     def qkv_into(
-        self, out: tuple[Tensor, Tensor, Tensor], x: Tensor, to_joint: Tensor, rotary: RotaryTable
+        self,
+        out: tuple[Tensor, Tensor, Tensor],
+        x: Tensor,
+        modulation: Modulation,
+        index: Tensor,
+        to_joint: Tensor,
+        rotary: RotaryTable,
     ) -> None:
         """Writes the stream's q, k, v, normed and rotated, to their rows of ``out`` ``[T_joint, A, D]``."""
         num_heads = out[0].shape[1]
-        qkv = self.to_qkv(x).unflatten(-1, (3, num_heads, -1))
+        qkv = self.to_qkv.of_modulated(x, modulation[0], modulation[1], index, LAYER_NORM_EPS)
+        qkv = qkv.unflatten(-1, (3, num_heads, -1))
         weights, eps = (self.norm_q.weight, self.norm_k.weight), self.norm_q.eps
         scatter_qkv(qkv, *weights, eps, to_joint, rotary.cos, rotary.sin, out)
 
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.mlp_out(self.mlp_in.gelu(x))
+    def finish(self, x: Tensor, attn: Tensor, modulation: Modulation, index: Tensor) -> Tensor:
+        """The residuals after attention: its output, then the feed-forward's."""
+        x = gate_residual(x, self.to_out(attn), modulation[2], index)
+        _, _, _, shift, scale, gate = modulation
+        update = self.mlp_in.feed_forward(self.mlp_out, x, shift, scale, index, LAYER_NORM_EPS)
+        return gate_residual(x, update, gate, index)
 
 
 class _Block:
@@ -75,28 +91,17 @@ class _Block:
         """``img`` ``[T_img, H]``, ``txt`` ``[T_txt, H]``, ``temb`` ``[R, H]`` after its SiLU."""
         img_mod = self.img.modulation(temb).chunk(6, dim=-1)
         txt_mod = self.txt.modulation(temb).chunk(6, dim=-1)
-        img_in = norm_modulate(img, img_mod[0], img_mod[1], batch.img_request, LAYER_NORM_EPS)
-        txt_in = norm_modulate(txt, txt_mod[0], txt_mod[1], batch.txt_request, LAYER_NORM_EPS)
-        joint = self._attention(img_in, txt_in, batch, attend)
-        img_attn = self.img.to_out(joint.index_select(0, batch.img_to_joint))
-        txt_attn = self.txt.to_out(joint.index_select(0, batch.txt_to_joint))
-        img = self._finish(self.img, img, img_attn, img_mod, batch.img_request)
-        txt = self._finish(self.txt, txt, txt_attn, txt_mod, batch.txt_request)
-        return img, txt
-
-    def _attention(self, img: Tensor, txt: Tensor, batch: PackedInput, attend: AttentionFunction) -> Tensor:
-        """Joint attention in joint order, ``[T_joint, H]``."""
         shape = (img.shape[0] + txt.shape[0], self.num_heads, img.shape[1] // self.num_heads)
-        q, k, v = (img.new_empty(shape) for _ in range(3))
-        self.img.qkv_into((q, k, v), img, batch.img_to_joint, batch.rotary)
-        self.txt.qkv_into((q, k, v), txt, batch.txt_to_joint, batch.rotary)
-        return attend(q, k, v, batch.attention).flatten(1)
-
-    @staticmethod
-    def _finish(stream: _Stream, x: Tensor, attn: Tensor, mod: tuple[Tensor, ...], index: Tensor) -> Tensor:
-        x = gate_residual(x, attn, mod[2], index)
-        hidden = norm_modulate(x, mod[3], mod[4], index, LAYER_NORM_EPS)
-        return gate_residual(x, stream.mlp(hidden), mod[5], index)
+        qkv = (img.new_empty(shape), img.new_empty(shape), img.new_empty(shape))
+        self.img.qkv_into(qkv, img, img_mod, batch.img_request, batch.img_to_joint, batch.rotary)
+        self.txt.qkv_into(qkv, txt, txt_mod, batch.txt_request, batch.txt_to_joint, batch.rotary)
+        joint = attend(*qkv, batch.attention).flatten(1)  # [T_joint, H]
+        img_attn = joint.index_select(0, batch.img_to_joint)
+        txt_attn = joint.index_select(0, batch.txt_to_joint)
+        return (
+            self.img.finish(img, img_attn, img_mod, batch.img_request),
+            self.txt.finish(txt, txt_attn, txt_mod, batch.txt_request),
+        )
 
 
 class QwenImage:
@@ -137,6 +142,13 @@ class QwenImage:
             torch.tensor(values, dtype=vae.dtype, device=device).view(1, -1, 1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
+
+    def quantizable(self) -> Iterator[tuple[object, str]]:
+        """The blocks' large products, for ``accel.quantize``."""
+        for block in self._blocks:
+            for stream in (block.img, block.txt):
+                for name in ("to_qkv", "to_out", "mlp_in", "mlp_out"):
+                    yield stream, name
 
     def batch_key(self, request: Request) -> None:
         """Everything packs with everything."""

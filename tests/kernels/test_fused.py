@@ -81,3 +81,42 @@ def test_no_tokens_is_no_launch() -> None:
     empty = _randn(0, 64, dtype=torch.float32)
     index = torch.empty(0, dtype=torch.int64, device=DEVICE)
     assert fused.gate_residual(empty, empty, _randn(1, 64, dtype=torch.float32), index).shape == (0, 64)
+
+
+needs_fp8 = pytest.mark.skipif(
+    DEVICE == "cpu", reason="Triton's interpreter rounds 126.5 to 64 in e4m3: it drops the carry"
+)
+
+
+@needs_fp8
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("width", [96, 12_288])
+def test_quantize_rows(dtype: torch.dtype, gelu: bool, width: int) -> None:
+    x = _randn(5, width, dtype=dtype) * torch.tensor([1, 1e-3, 30, 0, 1e4], device=DEVICE).unsqueeze(1).to(
+        dtype
+    )
+    values, scale = fused.quantize_rows(x, gelu=gelu)
+    wide = x.double()
+    expected = torch.nn.functional.gelu(wide, approximate="tanh") if gelu else wide
+    restored = values.double() * scale.double()
+    largest = expected.abs().amax(1, keepdim=True)
+    # e4m3 keeps 3 bits of the mantissa: half a step is 1/16 of a value, or of the smallest normal one
+    assert bool(((restored - expected).abs() <= expected.abs() / 16 + largest * 2**-15 + 1e-9).all())
+    assert values.dtype == torch.float8_e4m3fn
+    assert torch.allclose(scale.double(), largest.clamp_min(1e-12) / 448, rtol=1e-5, atol=0)
+    assert bool((restored[3] == 0).all())
+
+
+@needs_fp8
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_modulate_quantized_is_both_in_turn(dtype: torch.dtype) -> None:
+    x = _randn(9, 96, dtype=dtype) * 3 + 5
+    mods = _randn(4, 6 * 96, dtype=dtype).chunk(6, dim=-1)
+    index = torch.tensor([0, 3, 3, 1, 2, 0, 1, 3, 2], device=DEVICE)
+    values, scale = fused.norm_modulate_quantized(x, mods[0], mods[1], index, 1e-6)
+    wide = x.double()
+    normed = (wide - wide.mean(1, keepdim=True)) / (wide.var(1, keepdim=True, correction=0) + 1e-6).sqrt()
+    expected = normed * (1 + mods[1].double()[index]) + mods[0].double()[index]
+    assert _error(values.double() * scale.double(), expected) < 0.04
+    assert torch.allclose(scale.double(), expected.abs().amax(1, keepdim=True) / 448, rtol=1e-3)

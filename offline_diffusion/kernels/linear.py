@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offline_diffusion.kernels.packed_ops import norm_modulate
+
 MIN_ROWS = 64
 """A row of a cuBLAS product is the same bits for every row count from this one up (see gpu tests)."""
 
@@ -32,6 +34,7 @@ class PackedLinear:
     """
 
     def __init__(self, *layers: nn.Linear) -> None:
+        self._layers = layers
         if len(layers) == 1:
             self.weight, self.bias = layers[0].weight.detach(), _bias(layers[0])
         else:
@@ -41,6 +44,12 @@ class PackedLinear:
                 layer.weight.data = rows
         self.min_rows = MIN_ROWS_NARROW if self.weight.shape[0] < NARROW_COLUMNS else MIN_ROWS
 
+    def free(self) -> None:
+        """Lets go of the weights, also where the layers it was made from hold them. Unusable afterwards."""
+        for layer in self._layers:
+            layer.weight.data = self.weight.new_empty(0)
+        self.weight = self.weight.new_empty(0)
+
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, in]`` → ``[T, out]``."""
         num_rows = x.shape[0]
@@ -48,6 +57,16 @@ class PackedLinear:
             return F.linear(pad_rows(x, self.min_rows), self.weight, self.bias)[:num_rows]
         blocks = F.pad(x, (0, 0, 0, -num_rows % CPU_BLOCK_ROWS)).split(CPU_BLOCK_ROWS)
         return torch.cat([F.linear(block, self.weight, self.bias) for block in blocks])[:num_rows]
+
+    def of_modulated(self, x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float) -> Tensor:
+        """The product of the normed and modulated rows, see ``packed_ops.norm_modulate``."""
+        return self(norm_modulate(x, shift, scale, index, eps))
+
+    def feed_forward(
+        self, out: PackedLinear, x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float
+    ) -> Tensor:
+        """``out`` of the GELU of this product of the normed and modulated rows."""
+        return out(self.gelu(norm_modulate(x, shift, scale, index, eps)))
 
     def gelu(self, x: Tensor) -> Tensor:
         """The product followed by tanh-approximated GELU: one kernel on a GPU, where cuBLAS fuses both."""

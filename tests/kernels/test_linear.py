@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from offline_diffusion.models.layers import PackedLinear, pad_rows
+from offline_diffusion.kernels.linear import PackedLinear, pad_rows
 
 
 @pytest.mark.parametrize("biases", [(True,), (False,), (True, True, True), (True, False)])
