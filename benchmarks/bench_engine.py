@@ -43,11 +43,11 @@ BATCH = 8
 
 
 def make_requests(
-    sizes: Sequence[tuple[int, int]], steps: int, unguided: Iterable[int] = ()
+    sizes: Sequence[tuple[int, int]], steps: int, prompt_set: Path | None, unguided: Iterable[int] = ()
 ) -> list[Request]:
     """Requests of ``sizes`` (height, width) in pixels; those in ``unguided`` have guidance off."""
     off = set(unguided)
-    prompts = read_prompts(len(sizes), Path(__file__).parents[2] / "shared" / "prompts")
+    prompts = read_prompts(len(sizes), prompt_set)
     return [
         Request(
             request_id=str(index),
