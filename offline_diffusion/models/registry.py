@@ -180,7 +180,7 @@ def _hub_reader(model: str, revision: str | None) -> ConfigReader:
                 f"{model} has no {name}", hint="it must be a diffusers checkpoint"
             ) from None
         except (HFValidationError, HfHubHTTPError, OSError) as error:
-            close = did_you_mean(model, [DEFAULT_MODEL])
+            close = None if "/" in model else did_you_mean(model, [DEFAULT_MODEL])
             # Without a network, a cached checkpoint does not tell a file it lacks from one not fetched.
             error_class = _MissingFileError if isinstance(error, LocalEntryNotFoundError) else ModelError
             raise error_class(
