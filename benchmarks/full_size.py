@@ -76,7 +76,7 @@ def checkpoint(num_layers: int = 60) -> Checkpoint:
 
 
 def read_prompts(count: int, prompt_set: Path | None) -> list[str]:
-    """Every 97th prompt of a TSV with a head line and prompts first, else prompts of 3 to 56 words."""
+    """Every 97th prompt of a TSV with a head line and prompts first, else prompts of 3 to 48 words."""
     words = ["a", "red", "fox", "under", "an", "old", "bridge", "at", "dawn", "in", "soft", "light"]
     if prompt_set is not None:
         lines = prompt_set.read_text(encoding="utf-8").splitlines()[1:]
