@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from offline_diffusion.errors import BackendError
-from offline_diffusion.kernels.linear import MIN_ROWS, PackedLinear, pad_rows
+from offline_diffusion.kernels.linear import MIN_ROWS, PackedLinear, pad_rows, product_in_blocks
 from offline_diffusion.kernels.packed_ops import (
     Quantized,
     norm_modulate_quantized,
@@ -55,7 +54,7 @@ class QuantizedLinear:
         if not x.values.is_cuda:
             dtype = self.bias.dtype
             weight = self.weight.to(dtype) * self.weight_scale.t().to(dtype)
-            return F.linear(x.values.to(dtype) * x.scale.to(dtype), weight, self.bias)
+            return product_in_blocks(x.values.to(dtype) * x.scale.to(dtype), weight, self.bias)
         out: Tensor = torch._scaled_mm(
             pad_rows(x.values, MIN_ROWS),
             self.weight.t(),

@@ -52,11 +52,9 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, in]`` → ``[T, out]``."""
-        num_rows = x.shape[0]
         if x.is_cuda:
-            return F.linear(pad_rows(x, self.min_rows), self.weight, self.bias)[:num_rows]
-        blocks = F.pad(x, (0, 0, 0, -num_rows % CPU_BLOCK_ROWS)).split(CPU_BLOCK_ROWS)
-        return torch.cat([F.linear(block, self.weight, self.bias) for block in blocks])[:num_rows]
+            return F.linear(pad_rows(x, self.min_rows), self.weight, self.bias)[: x.shape[0]]
+        return product_in_blocks(x, self.weight, self.bias)
 
     def of_modulated(self, x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float) -> Tensor:
         """The product of the normed and modulated rows, see ``packed_ops.norm_modulate``."""
@@ -75,6 +73,19 @@ class PackedLinear:
         padded = pad_rows(x, self.min_rows)
         fused = torch._addmm_activation(self.bias, padded, self.weight.t(), use_gelu=True)
         return fused[: x.shape[0]]
+
+
+def product_in_blocks(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``x @ weight.T + bias`` on a CPU, `CPU_BLOCK_ROWS` rows at a time.
+
+    Args:
+        x: ``[T, in]``.
+        weight: ``[out, in]``.
+        bias: ``[out]``.
+    """
+    num_rows = x.shape[0]
+    blocks = F.pad(x, (0, 0, 0, -num_rows % CPU_BLOCK_ROWS)).split(CPU_BLOCK_ROWS)
+    return torch.cat([F.linear(block, weight, bias) for block in blocks])[:num_rows]
 
 
 def pad_rows(x: Tensor, min_rows: int) -> Tensor:

@@ -43,6 +43,13 @@ def test_the_quantized_values_are_what_torch_rounds_to(layer: nn.Linear) -> None
     assert torch.equal(linear.weight.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 17, 129, 300])
+def test_a_row_does_not_depend_on_how_many_there_are(layer: nn.Linear, num_rows: int) -> None:
+    linear = QuantizedLinear(PackedLinear(layer))
+    x = torch.randn(700, 192)
+    assert torch.equal(linear(x[:num_rows].clone()), linear(x)[:num_rows])
+
+
 def test_weights_are_freed(tiny_model: Path) -> None:
     config = EngineConfig(model=str(tiny_model), device="cpu", quantization="fp8")
     model = load_model(config)
