@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -143,6 +144,17 @@ def check_option_names(names: Iterable[str], *, source: str, options: type[Optio
             raise ConfigError(
                 f"{source}: unknown option {name!r}", hint=f"did you mean {close!r}?" if close else known
             )
+
+
+def cache_folder() -> Path:
+    """``offline_diffusion`` under ``$XDG_CACHE_HOME``, else under ``~/.cache``.
+
+    Raises:
+        RuntimeError: Neither is known: the user has no home.
+    """
+    # The XDG specification: a value that is empty or relative counts as unset.
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "offline_diffusion"
 
 
 def make_job_config(

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 
+from offline_diffusion.config import cache_folder
 from offline_diffusion.progress import Progress
 
 MIN_SECONDS, ENOUGH_SECONDS, ENOUGH_IMAGES = 1.0, 10.0, 50
@@ -74,11 +75,10 @@ def device_name(device: str) -> str:
     return "CPU"
 
 
-def cache_folder() -> Path:
-    """``offline_diffusion/throughput`` under ``$XDG_CACHE_HOME``, else under ``~/.cache``."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cache = given if given.is_absolute() else Path.home() / ".cache"
-    return cache / "offline_diffusion" / "throughput"
+def _records_folder() -> Path | None:
+    with suppress(RuntimeError):  # a user without a home
+        return cache_folder() / "throughput"
+    return None
 
 
 def remember(
@@ -91,7 +91,8 @@ def remember(
     folder: Path | None = None,
 ) -> None:
     """Writes a record in place of the last one of the same model and device, unless it is much shorter."""
-    folder = folder or cache_folder()
+    if (folder := folder or _records_folder()) is None:
+        return
     record = ThroughputRecord(model, device, flops_per_s, num_images, seconds, time.time())
     key = hashlib.sha256(f"{model}\0{device}".encode()).hexdigest()[:16]
     path = folder / f"{key}.json"
@@ -106,7 +107,9 @@ def remember(
 
 def recall(model: str, folder: Path | None = None) -> ThroughputRecord | None:
     """The newest record of a model on any device that is not much shorter than one before, or None."""
-    records = [_read(path) for path in (folder or cache_folder()).glob("*.json")]
+    if (folder := folder or _records_folder()) is None:
+        return None
+    records = [_read(path) for path in folder.glob("*.json")]
     of_model = [record for record in records if record is not None and record.model == model]
     of_model.sort(key=lambda record: record.measured_at)
     return reduce(_better, of_model) if of_model else None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from offline_diffusion.config import cache_folder
 from offline_diffusion.errors import ModelError
 from offline_diffusion.models import tiny_weights, tiny_words
 
@@ -156,7 +156,10 @@ def default_model_folder() -> Path:
     Raises:
         ModelError: The cache cannot be written.
     """
-    folder = _cache_folder() / f"tiny-qwen-image-v1-{_recipe_digest()}"
+    try:
+        folder = cache_folder() / f"tiny-qwen-image-v1-{_recipe_digest()}"
+    except RuntimeError as error:
+        raise ModelError(f"no place for the default model: {error}", hint=CACHE_HINT) from None
     return folder if is_intact(folder) else _build(folder, TRANSFORMER_CONFIG, seed=0)
 
 
@@ -167,15 +170,6 @@ def is_intact(folder: Path) -> bool:
         return bool(expected) and all(_sha256(folder / name) == digest for name, digest in expected.items())
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def _cache_folder() -> Path:
-    # The XDG specification: a value that is empty or relative counts as unset.
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        return (given if given.is_absolute() else Path.home() / ".cache") / "offline_diffusion"
-    except RuntimeError as error:
-        raise ModelError(f"no place for the default model: {error}", hint=CACHE_HINT) from None
 
 
 def _recipe_digest() -> str:

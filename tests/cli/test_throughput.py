@@ -86,3 +86,13 @@ def test_damage_is_no_fault_of_the_job(tmp_path: Path) -> None:
     assert recall("m", tmp_path) is None
     remember("m", "A", 1.0, 1, 20.0, folder=tmp_path / "a.json" / "no folder")
     assert recall("m", tmp_path / "none") is None
+
+
+def test_a_user_without_a_home_has_no_records_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    remember("m", "A", 4.0, 1, 20.0)
+    assert recall("m") is None
