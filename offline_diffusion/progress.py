@@ -148,8 +148,8 @@ class Tally:
         if _too_many(failures, attempted, limit) and (attempted >= MIN_SHARE_SAMPLE or "%" not in limit):
             begun = self.num_images_opened + self.num_faults
             raise TooManyFailuresError(
-                f"{_images(self.num_failed)} failed and {_rows(self.num_faults)} cannot be drawn, of "
-                f"{begun:,} begun; --max-failures is {limit}",
+                f"{plural(self.num_failed, 'image')} failed and {plural(self.num_faults, 'row')} cannot be "
+                f"drawn, of {begun:,} begun; --max-failures is {limit}",
                 hint="what is finished is kept: mend the cause, or raise the limit, and run again",
             )
 
@@ -158,18 +158,18 @@ class Tally:
         lines = []
         if self.num_truncated:
             lines.append(
-                f"{_images(self.num_truncated)}: the prompt is longer than the model reads and was cut; "
-                "see truncated_tokens in metrics"
+                f"{plural(self.num_truncated, 'image')}: the prompt is longer than the model reads and was "
+                "cut; see truncated_tokens in metrics"
             )
         if self.num_guidance_off:
             lines.append(
-                f"{_images(self.num_guidance_off)}: true_cfg_scale > 1 without a negative_prompt, so "
+                f"{plural(self.num_guidance_off, 'image')}: true_cfg_scale > 1 without a negative_prompt, so "
                 'guidance is off; give negative_prompt (" " will do); see cfg_active in metrics'
             )
         if self.num_guidance_scale_unused:
             lines.append(
-                f"{_images(self.num_guidance_scale_unused)}: guidance_scale is without effect, this model is "
-                "not guidance-distilled; give true_cfg_scale and negative_prompt"
+                f"{plural(self.num_guidance_scale_unused, 'image')}: guidance_scale is without effect, this "
+                "model is not guidance-distilled; give true_cfg_scale and negative_prompt"
             )
         return lines
 
@@ -183,7 +183,8 @@ def check_faults(num_faults: int, num_rows: int, limit: str | None) -> None:
     """
     if limit is not None and _too_many(num_faults, num_rows, limit):
         raise TooManyFailuresError(
-            f"{num_faults:,} of the manifest's {_rows(num_rows)} are faulty, --max-failures is {limit}",
+            f"{num_faults:,} of the manifest's {plural(num_rows, 'row')} are faulty, "
+            f"--max-failures is {limit}",
             hint="`offdiff validate` lists them: mend them, or raise the limit",
         )
 
@@ -194,9 +195,6 @@ def _too_many(failures: int, attempted: int, limit: str) -> bool:
     return failures > int(limit)
 
 
-def _images(count: int) -> str:
-    return "1 image" if count == 1 else f"{count:,} images"
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count:,} rows"
+def plural(count: int, noun: str) -> str:
+    """``1 row``, ``2 rows``, ``1,000 rows``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

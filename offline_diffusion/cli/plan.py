@@ -18,8 +18,9 @@ from offline_diffusion.cli.options import (
     shard_options,
 )
 from offline_diffusion.cli.progress import ticking
-from offline_diffusion.cli.text import duration, plural, quantity, table
+from offline_diffusion.cli.text import duration, quantity, table
 from offline_diffusion.cli.throughput import recall
+from offline_diffusion.progress import plural
 
 if TYPE_CHECKING:
     from offline_diffusion.config import JobConfig

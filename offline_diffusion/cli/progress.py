@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 import click
 
-from offline_diffusion.cli.text import duration, plural
+from offline_diffusion.cli.text import duration
+from offline_diffusion.progress import plural
 
 if TYPE_CHECKING:
     import rich.progress

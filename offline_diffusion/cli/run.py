@@ -23,10 +23,11 @@ from offline_diffusion.cli.options import (
 )
 from offline_diffusion.cli.progress import make_progress
 from offline_diffusion.cli.signals import STOP_KEY
-from offline_diffusion.cli.text import duration, plural
+from offline_diffusion.cli.text import duration
 from offline_diffusion.cli.throughput import ThroughputMeter, device_name, remember
 from offline_diffusion.config import make_job_config
 from offline_diffusion.errors import JobInterrupted
+from offline_diffusion.progress import plural
 
 if TYPE_CHECKING:
     from offline_diffusion.config import JobConfig

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from offline_diffusion.cli.text import duration, plural, table
+from offline_diffusion.cli.text import duration, table
+from offline_diffusion.progress import plural
 
 if TYPE_CHECKING:
     from offline_diffusion.data.status import ShardStatus, Status

@@ -31,11 +31,6 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {secs:02d} s" if minutes else f"{secs} s"
 
 
-def plural(count: int, noun: str) -> str:
-    """``1 row``, ``2 rows``, ``1,000 rows``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned by spaces; columns whose cells all start with a digit go to the right."""
     cells = [list(header), *(list(row) for row in rows)]

@@ -9,8 +9,8 @@ import click
 
 from offline_diffusion.cli.options import gather_values, manifest_options, model_options, row_options
 from offline_diffusion.cli.progress import ticking
-from offline_diffusion.cli.text import plural
 from offline_diffusion.config import DEFAULT_MODEL, JobConfig, make_job_config
+from offline_diffusion.progress import plural
 
 if TYPE_CHECKING:
     from offline_diffusion.models.capabilities import Capabilities

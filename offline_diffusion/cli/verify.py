@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from offline_diffusion.cli.progress import ticking
-from offline_diffusion.cli.text import plural
+from offline_diffusion.progress import plural
 
 if TYPE_CHECKING:
     from offline_diffusion.data.verify import VerifyReport

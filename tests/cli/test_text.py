@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offline_diffusion.cli.text import duration, plural, quantity, table
+from offline_diffusion.cli.text import duration, quantity, table
+from offline_diffusion.progress import plural
 
 
 @pytest.mark.parametrize(
