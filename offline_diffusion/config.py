@@ -18,6 +18,10 @@ AttentionBackendName = Literal["auto", "fa3", "flash_attn", "torch_varlen", "sdp
 ImageFormat = Literal["png", "jpeg", "webp"]
 OnBadSize = Literal["error", "round", "crop"]
 
+IMAGE_LEVELS: dict[ImageFormat, range] = {"png": range(1, 10), "jpeg": range(1, 101), "webp": range(7)}
+"""Values of ``image_level``: JPEG's quality; for PNG and WebP, which lose nothing, time spent on size."""
+DEFAULT_IMAGE_LEVELS: dict[ImageFormat, int] = {"png": 1, "jpeg": 95, "webp": 1}
+
 DEFAULT_MODEL = "tiny-qwen-image"
 """A small Qwen-Image with random weights, made on the spot; see ``models.tiny``."""
 
@@ -77,6 +81,7 @@ class JobConfig(EngineConfig):
     num_tasks: int = Field(default=1, ge=1)
     task_index: int = Field(default=0, ge=0)
     image_format: ImageFormat = "png"
+    image_level: int | None = Field(default=None, validate_default=True)
     retry_failed: bool = False
     allow_manifest_change: bool = False
     max_failures: str | None = Field(default=None, coerce_numbers_to_str=True)
@@ -85,6 +90,19 @@ class JobConfig(EngineConfig):
     @classmethod
     def _one_manifest_is_a_list(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @pydantic.field_validator("image_level")
+    @classmethod
+    def _level_of_the_format(cls, value: int | None, info: pydantic.ValidationInfo) -> int | None:
+        image_format = info.data.get("image_format")  # absent when it is faulty itself
+        if image_format is None:
+            return value
+        if value is None:
+            return DEFAULT_IMAGE_LEVELS[image_format]
+        allowed = IMAGE_LEVELS[image_format]
+        if value not in allowed:
+            raise ValueError(f"must be {allowed[0]} to {allowed[-1]} for {image_format}")
+        return value
 
     @pydantic.field_validator("max_failures")
     @classmethod
@@ -119,8 +137,10 @@ PIXEL_OPTIONS = (
     "negative_prompt",
     "seed",
     "image_format",
+    "image_level",
 )
-"""Options that change the dataset: a resume with another value is refused."""
+"""Options that change the dataset: a resume with another value is refused. ``image_level`` counts only
+where it changes pixels, in JPEG."""
 
 LAYOUT_OPTIONS = ("map", "limit", "shard_size")
 """Options that change which rows fall into which shard: likewise refused."""

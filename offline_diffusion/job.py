@@ -168,6 +168,8 @@ class _Task:
     def _identity(self, checkpoint: Checkpoint, index: ManifestIndex) -> JobIdentity:
         told_elsewhere = {"model", "revision", "map", "limit"}  # by the model's and the manifest's identity
         names = set(PIXEL_OPTIONS + LAYOUT_OPTIONS) - told_elsewhere
+        if self.config.image_format != "jpeg":
+            names.remove("image_level")  # the others lose nothing
         options = self.config.model_dump(mode="json", include=names) | _compute_kind(self.config)
         return JobIdentity(
             model=checkpoint.identity,
@@ -214,6 +216,7 @@ class _Task:
         sink = Sink(
             ledger,
             image_format=self.config.image_format,
+            image_level=self.config.image_level,
             task=self.config.task_index,
             num_tasks=self.config.num_tasks,
             worker=f"{socket.gethostname()}:{os.getpid()}",

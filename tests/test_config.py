@@ -116,6 +116,25 @@ def test_a_tasks_index_is_below_the_number_of_tasks() -> None:
         job(num_tasks=0, task_index=0)
 
 
+@pytest.mark.parametrize(
+    ("image_format", "default", "lowest", "highest"),
+    [("png", 1, 1, 9), ("jpeg", 95, 1, 100), ("webp", 1, 0, 6)],
+)
+def test_levels_are_those_of_the_format(image_format: str, default: int, lowest: int, highest: int) -> None:
+    assert job(image_format=image_format).image_level == default
+    for level in (lowest, highest):
+        assert job(image_format=image_format, image_level=level).image_level == level
+    for level in (lowest - 1, highest + 1):
+        message = f"image_level: must be {lowest} to {highest} for {image_format}, got {level}"
+        with pytest.raises(ConfigError, match=message):
+            job(image_format=image_format, image_level=level)
+
+
+def test_a_faulty_format_is_the_only_fault() -> None:
+    with pytest.raises(ConfigError, match=r"^options: image_format: [^;]*$"):
+        job(image_format="bmp", image_level=500)
+
+
 TRUTH_VALUES = {"step_execution", "retry_failed", "allow_manifest_change"}
 
 

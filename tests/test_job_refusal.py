@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 from job_fakes import (
+    SMALL,
     Rows,
     Runner,
     make_rows,
@@ -62,11 +65,27 @@ def test_other_options_are_refused(
     assert verify(whole).problems == []
 
 
-@pytest.mark.parametrize("change", [{"max_num_seqs": 1}, {"scheduling_policy": "fifo"}, {"num_tasks": 2}])
+@pytest.mark.parametrize(
+    "change", [{"max_num_seqs": 1}, {"scheduling_policy": "fifo"}, {"num_tasks": 2}, {"image_level": 6}]
+)
 def test_options_that_change_no_pixel_are_taken(manifest: Path, whole: Path, change: dict[str, Any]) -> None:
     runner = Runner()
     assert runner.run(manifest, whole, **OPTIONS | change).num_ok > 0
     assert runner.engine is None
+
+
+def test_another_quality_of_jpegs_is_refused(tmp_path: Path) -> None:
+    """The quality reaches the files and counts as an option that changes pixels; the default has a value."""
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(1)), tmp_path / "out"
+    options = SMALL | {"image_format": "jpeg"}
+    Runner().run(manifest, out, **options, image_level=30)
+    (row,) = read_table(out, "images")
+    reference = io.BytesIO()
+    PIL.Image.new("RGB", (8, 8)).save(reference, "JPEG", quality=30)
+    with PIL.Image.open(reference) as expected, PIL.Image.open(io.BytesIO(row["image"]["bytes"])) as image:
+        assert image.quantization == expected.quantization
+    with pytest.raises(JobMismatchError, match="image_level: 30 -> 95"):
+        Runner().run(manifest, out, **options)
 
 
 def test_another_model_is_refused(manifest: Path, whole: Path, tiny_model: Path, tmp_path: Path) -> None:

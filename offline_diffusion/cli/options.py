@@ -22,6 +22,11 @@ from offline_diffusion.errors import ConfigError
 SLURM_ARRAY = "Slurm's array"
 """How options are spelled that it gave."""
 
+LEVEL_HELP = (
+    "jpeg: quality, 1 to 100  [default: 95]; png, 1 to 9, and webp, 0 to 6: time spent on smaller files, "
+    "without loss (png: from 6 on)  [default: 1]."
+)
+
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
@@ -139,6 +144,7 @@ def shard_options(command: Command) -> Command:
     return together(
         job_option("--shard-size", "Rows of an output shard.", metavar="ROWS"),
         job_option("--image-format", "Encoding of the images."),
+        job_option("--image-level", LEVEL_HELP, metavar="N"),
     )(command)
 
 

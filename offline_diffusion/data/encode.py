@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import PIL.Image
 
-from offline_diffusion.config import ImageFormat
+from offline_diffusion.config import DEFAULT_IMAGE_LEVELS, ImageFormat
 
 Pixels = npt.NDArray[np.uint8]
 """RGB, ``[height, width, 3]``."""
@@ -21,13 +21,20 @@ ENCODE_ERRORS = (ValueError, OSError, MemoryError, PIL.Image.DecompressionBombEr
 DECODE_ERRORS = (*ENCODE_ERRORS, SyntaxError)
 """What ``decode_image`` raises for a damaged image."""
 
-_SAVE_OPTIONS: dict[ImageFormat, dict[str, Any]] = {
-    # Level 3 takes 1.5 times as long for a file 1 to 8 % smaller, level 6 three times for 15 %.
-    "png": {"format": "PNG", "compress_level": 1},
-    "jpeg": {"format": "JPEG", "quality": 95, "subsampling": "4:4:4"},
-    # For lossless WebP quality is effort: 100 takes three times as long for about the same size.
-    "webp": {"format": "WEBP", "lossless": True, "quality": 20, "method": 1},
-}
+PNG_SEARCH_LEVEL = 6
+"""From this level on zlib searches for repeats; below it looks for runs only. On photographs runs give files
+as small as this level's in a fifth of its time, and smaller ones than levels 1 to 5 (benchmarks/LOG.md)."""
+
+
+def _save_options(image_format: ImageFormat, level: int) -> dict[str, Any]:
+    """Arguments of Pillow's ``save``."""
+    if image_format == "png":
+        runs_only = {"compress_type": PIL.Image.RLE} if level < PNG_SEARCH_LEVEL else {}
+        return {"format": "PNG", "compress_level": level, **runs_only}
+    if image_format == "jpeg":
+        return {"format": "JPEG", "quality": level, "subsampling": "4:4:4"}
+    # For lossless WebP quality is effort too: more takes longer than the next method for less.
+    return {"format": "WEBP", "lossless": True, "quality": 20, "method": level}
 
 
 def crop_centre(pixels: Pixels, height: int, width: int) -> Pixels:
@@ -37,8 +44,13 @@ def crop_centre(pixels: Pixels, height: int, width: int) -> Pixels:
     return pixels[top : top + height, left : left + width]
 
 
-def encode_image(pixels: Pixels, image_format: ImageFormat) -> tuple[bytes, str]:
+def encode_image(pixels: Pixels, image_format: ImageFormat, level: int | None = None) -> tuple[bytes, str]:
     """Encodes an image.
+
+    Args:
+        pixels: What is encoded.
+        image_format: As what.
+        level: One of ``config.IMAGE_LEVELS``; None is the format's default.
 
     Returns:
         The file's bytes, and the SHA-256 of the pixels that a reader of them decodes.
@@ -48,7 +60,8 @@ def encode_image(pixels: Pixels, image_format: ImageFormat) -> tuple[bytes, str]
     """
     pixels = np.ascontiguousarray(pixels)
     file = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(file, **_SAVE_OPTIONS[image_format])
+    level = DEFAULT_IMAGE_LEVELS[image_format] if level is None else level
+    PIL.Image.fromarray(pixels).save(file, **_save_options(image_format, level))
     data = file.getvalue()
     decoded = decode_image(data) if image_format == "jpeg" else pixels
     return data, pixels_sha256(decoded)

@@ -18,8 +18,8 @@ from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, fit_
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import SamplingParams
 
-BYTES_PER_PIXEL: dict[ImageFormat, float] = {"png": 1.6, "jpeg": 0.4, "webp": 0.25}
-"""Rough sizes of encoded photographs; a drawing is smaller, noise is larger."""
+BYTES_PER_PIXEL: dict[ImageFormat, float] = {"png": 1.45, "jpeg": 0.45, "webp": 1.2}
+"""Rough sizes of encoded photographs (benchmarks/results/cpu_encode.json); a drawing is smaller, noise larger."""
 
 UTF8_BYTES_PER_TOKEN = 4.0
 """Rough for English, and for Chinese, where a character is three bytes."""

@@ -11,18 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from offline_diffusion.config import ImageFormat
 from offline_diffusion.data.adoption import Superseded, published_failures, published_records
 from offline_diffusion.data.card import write_card
-from offline_diffusion.data.encode import ENCODE_ERRORS, crop_centre, encode_image
 from offline_diffusion.data.files import disk_errors
 from offline_diffusion.data.heartbeat import INTERVAL_S, Heartbeat, OpenShard, write_heartbeat
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.partial import Record
+from offline_diffusion.data.record import make_record
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
 from offline_diffusion.data.shard_images import ImageKeys, ShardImages
 from offline_diffusion.data.shard_writer import ShardWriter
@@ -33,7 +32,6 @@ MAX_PENDING_BYTES = 512 * 2**20
 """Most bytes of pixels that wait to be encoded and written."""
 
 RATE_WINDOW_S = 60.0
-_MAX_ERROR_CHARS = 2_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +61,7 @@ class Sink:
 
     Args:
         ledger: The open output folder.
-        image_format: Of the encoded images.
+        image_format, image_level: Of the encoded images; no level is the format's default.
         task, num_tasks, worker: Recorded with every image.
         num_threads: Encoders.
         max_pending: Most images that wait to be encoded and written.
@@ -74,13 +72,14 @@ class Sink:
         ledger: Ledger,
         *,
         image_format: ImageFormat = "png",
+        image_level: int | None = None,
         task: int = 0,
         num_tasks: int = 1,
         worker: str = "",
         num_threads: int = 4,
         max_pending: int = 64,
     ) -> None:
-        self._ledger, self._image_format = ledger, image_format
+        self._ledger, self._image_format, self._image_level = ledger, image_format, image_level
         self._task, self._worker, self._max_pending = task, worker, max_pending
         self._superseded = Superseded(ledger)
         self._open: dict[int, ShardWriter] = {}
@@ -259,6 +258,7 @@ class Sink:
                 row_hash=writer.row_hash(image.row),
                 earlier_attempts=writer.earlier_attempts((image.row, image.image_index)),
                 image_format=self._image_format,
+                image_level=self._image_level,
                 task=self._task,
                 worker=self._worker,
             )
@@ -331,62 +331,3 @@ class Sink:
             snapshot = replace(beat, shards=dict(beat.shards))
         with disk_errors(self._ledger.state):
             write_heartbeat(self._ledger.out, snapshot)
-
-
-def make_record(
-    image: ImageTask,
-    output: RequestOutput,
-    *,
-    row_hash: str,
-    image_format: ImageFormat,
-    task: int,
-    worker: str,
-    earlier_attempts: int = 0,
-) -> Record:
-    """Crops, hashes and encodes an output. What cannot be encoded becomes a failed record.
-
-    Args:
-        image: What was asked.
-        output: What came out, ``ok`` or ``failed``.
-        row_hash: The row's content hash.
-        image_format: Of the encoded image.
-        task, worker: Who made it.
-        earlier_attempts: Of earlier runs, added to the output's own.
-    """
-    started = time.perf_counter()
-    data, sha256 = None, None
-    error_type, error = output.error_type, output.error
-    if output.status == "ok":
-        try:
-            data, sha256 = _encode_output(image, output, image_format)
-        except ENCODE_ERRORS as problem:
-            error_type, error = "encode_error", f"cannot encode as {image_format}: {problem}"
-    result: dict[str, Any] = asdict(output.metrics) | {
-        "id": image.id,
-        "attempts": earlier_attempts + output.metrics.attempts,
-        "row_hash": row_hash,
-        "negative_prompt": image.request.negative_prompt,
-        "seed": image.request.seed,
-        "width": image.final_width,
-        "height": image.final_height,
-        "num_inference_steps": image.request.num_inference_steps,
-        "true_cfg_scale": image.request.true_cfg_scale,
-        "guidance_scale": image.request.guidance_scale,
-        "sha256": sha256,
-        "error_type": error_type,
-        "error": None if error is None else error[:_MAX_ERROR_CHARS],
-        "write_s": time.perf_counter() - started,
-        "task": task,
-        "worker": worker,
-        "finished_at": time.time_ns() // 1000,
-        "requested_height": image.requested_height,
-        "requested_width": image.requested_width,
-    }
-    return Record(image.row, image.image_index, "failed" if data is None else "ok", data, result)
-
-
-def _encode_output(image: ImageTask, output: RequestOutput, image_format: ImageFormat) -> tuple[bytes, str]:
-    assert output.pixels is not None, "an output that is ok has pixels"
-    drawn = (image.request.height, image.request.width, 3)
-    assert output.pixels.shape == drawn, f"pixels are {output.pixels.shape}, asked were {drawn}"
-    return encode_image(crop_centre(output.pixels, image.final_height, image.final_width), image_format)

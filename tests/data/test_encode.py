@@ -7,11 +7,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offline_diffusion.config import IMAGE_LEVELS
 from offline_diffusion.data.encode import crop_centre, encode_image
 
 
 def noise(height: int, width: int) -> np.ndarray:
     return np.random.default_rng(3).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def landscape() -> np.ndarray:
+    """Smooth colours under fine grain, as photographs have."""
+    rows, columns = np.mgrid[:128, :128] / 128
+    waves = np.stack([np.sin(5 * rows + 2 * columns), np.cos(3 * columns), rows * columns], -1)
+    grain = np.random.default_rng(4).normal(0, 2, waves.shape)
+    return (128 + 90 * waves + grain).clip(0, 255).astype(np.uint8)
+
+
+def pillow(pixels: np.ndarray, **options: object) -> bytes:
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(file, **options)
+    return file.getvalue()
 
 
 def opened(data: bytes) -> PIL.Image.Image:
@@ -40,6 +55,42 @@ def test_the_hash_of_a_jpeg_is_of_what_a_reader_decodes() -> None:
     assert sha256 == hashlib.sha256(decoded.tobytes()).hexdigest()
     assert np.abs(decoded.astype(int) - ramp).max() <= 3
     assert image.layer[0][1:3] == image.layer[1][1:3] == (1, 1)  # no chroma subsampling
+
+
+@pytest.mark.parametrize("image_format", ["png", "webp"])
+def test_no_level_of_a_lossless_format_changes_a_pixel(image_format: str) -> None:
+    pixels = landscape()
+    for level in IMAGE_LEVELS[image_format]:
+        data, sha256 = encode_image(pixels, image_format, level)
+        np.testing.assert_array_equal(np.array(opened(data)), pixels)
+        assert sha256 == hashlib.sha256(pixels.tobytes()).hexdigest()
+
+
+def test_a_png_is_smaller_than_zlib_makes_it_at_its_fast_levels() -> None:
+    """Runs alone beat a search for repeats on what looks like a photograph."""
+    pixels = landscape()
+    ours, _ = encode_image(pixels, "png")
+    assert len(ours) < min(len(pillow(pixels, format="PNG", compress_level=level)) for level in (1, 2, 3))
+
+
+@pytest.mark.parametrize("level", [6, 9])
+def test_high_png_levels_are_those_of_zlib(level: int) -> None:
+    pixels = landscape()
+    assert encode_image(pixels, "png", level)[0] == pillow(pixels, format="PNG", compress_level=level)
+
+
+def test_the_level_of_a_jpeg_is_its_quality() -> None:
+    pixels = landscape()
+    for level, quality in ((None, 95), (30, 30)):
+        data, sha256 = encode_image(pixels, "jpeg", level)
+        reference = opened(pillow(pixels, format="JPEG", quality=quality))
+        assert opened(data).quantization == reference.quantization
+        assert sha256 == hashlib.sha256(np.array(opened(data)).tobytes()).hexdigest()
+
+
+def test_higher_webp_levels_make_smaller_files() -> None:
+    sizes = [len(encode_image(landscape(), "webp", level)[0]) for level in (0, 1)]
+    assert sizes[0] > sizes[1] == len(encode_image(landscape(), "webp")[0])
 
 
 def test_views_are_encoded_as_they_look() -> None:

@@ -122,7 +122,7 @@ def test_flops_and_tokens_of_one_row_by_hand() -> None:
     assert plan.flops == forward * 3 * 2
     assert (plan.image_tokens, plan.text_tokens, plan.step_tokens) == (32, 22, (18 + 9) * 3 * 2)
     assert (plan.num_images, plan.num_cfg_images) == (2, 2)
-    assert plan.output_bytes == round(64 * 32 * 2 * 1.6)
+    assert plan.output_bytes == round(64 * 32 * 2 * 1.45)
     assert plan.resolutions == {(32, 64): 2}
     assert plan.inference_steps == {3: 2}
 
@@ -228,4 +228,4 @@ def test_the_plan_counts_what_the_job_will_draw(rows: list[SamplingParams], defa
     steps = [request.num_inference_steps for request in requests]
     assert plan.inference_steps == {count: steps.count(count) for count in steps}
     written = sum(task.final_height * task.final_width for task in tasks)
-    assert plan.output_bytes == round(written * 1.6)
+    assert plan.output_bytes == round(written * 1.45)

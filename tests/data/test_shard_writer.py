@@ -25,10 +25,10 @@ from output_fakes import (
 from offline_diffusion.data import tables
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.partial import Record
+from offline_diffusion.data.record import make_record
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
 from offline_diffusion.data.shard_images import SlotTable
 from offline_diffusion.data.shard_writer import ShardWriter
-from offline_diffusion.data.sink import make_record
 from offline_diffusion.errors import JobError
 
 Rows = list[ManifestRow | RowFault]
