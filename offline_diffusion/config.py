@@ -85,6 +85,7 @@ class JobConfig(EngineConfig):
     retry_failed: bool = False
     allow_manifest_change: bool = False
     max_failures: str | None = Field(default=None, coerce_numbers_to_str=True)
+    profile: bool = False
 
     @pydantic.field_validator("manifests", mode="before")
     @classmethod

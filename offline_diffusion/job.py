@@ -6,14 +6,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offline_diffusion.config import LAYOUT_OPTIONS, PIXEL_OPTIONS, JobConfig
 from offline_diffusion.data.card import write_card
 from offline_diffusion.data.job_file import JobIdentity
-from offline_diffusion.data.layout import Shard, make_shards
+from offline_diffusion.data.layout import PROFILE, Shard, make_shards
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
 from offline_diffusion.data.marker import Marker
@@ -36,9 +36,11 @@ from offline_diffusion.progress import (
     check_faults,
 )
 from offline_diffusion.request import RequestOutput
+from offline_diffusion.stages import NO_STAGES, Stages
 
 if TYPE_CHECKING:
     from offline_diffusion.engine.engine import Engine
+    from offline_diffusion.engine.profile import Profiler
 
 __all__ = ["JobSummary", "Progress", "StopFlag", "row_defaults", "run_task"]
 
@@ -75,7 +77,23 @@ def run_task(
         OffdiffError: The job cannot start or go on; what is finished is durable.
     """
     task = _Task(config, observer or _ignore, stop or StopFlag(), say or _ignore, make_engine or _load_engine)
-    return task.run()
+    return _run_profiled(task) if config.profile else task.run()
+
+
+def _run_profiled(task: _Task) -> JobSummary:
+    """Runs a task with a profile, which is written also when it stops early or fails."""
+    from offline_diffusion.engine.profile import Profiler
+
+    profiler = task.profiler = Profiler(task.config.out / PROFILE, task.config.task_index)
+    summary: JobSummary | None = None
+    try:
+        with profiler.stage("other"):
+            summary = task.run()
+    finally:
+        profile = profiler.finish(interrupted=summary is None or summary.interrupted)
+        for warning in profiler.warnings:
+            task.say(f"warning: {warning}")
+    return replace(summary, profile=profile)
 
 
 def _ignore(_: object) -> None:
@@ -114,7 +132,12 @@ class _Task:
     say: Say
     make_engine: MakeEngine
     tally: Tally = field(default_factory=Tally)
+    profiler: Profiler | None = None
     _last_report: float = 0.0
+
+    @property
+    def stages(self) -> Stages:
+        return self.profiler or NO_STAGES
 
     def run(self) -> JobSummary:
         config = self.config
@@ -137,7 +160,10 @@ class _Task:
         if todo and not self.stop.requests:
             check_faults(index.num_faults, index.num_rows, config.max_failures)
             self.observer(Progress(phase="loading", num_images=index.num_images))
-            finished = self._draw(self.make_engine(config, checkpoint), manifest, index, ledger, todo)
+            with self.stages.stage("load"):
+                engine = self.make_engine(config, checkpoint)
+            with self.stages.stage("engine"):
+                finished = self._draw(engine, manifest, index, ledger, todo)
         write_card(ledger)
         ledger.finish()
         kept = [before[shard.index] for shard in shards if shard.index not in unfinished]
@@ -163,7 +189,8 @@ class _Task:
             if num_rows % SCAN_REPORT_ROWS == 0:
                 self.observer(Progress(phase="scanning", num_rows_scanned=num_rows))
 
-        return scan(manifest, on_row=count)
+        with self.stages.stage("scan"):
+            return scan(manifest, on_row=count)
 
     def _identity(self, checkpoint: Checkpoint, index: ManifestIndex) -> JobIdentity:
         told_elsewhere = {"model", "revision", "map", "limit"}  # by the model's and the manifest's identity
@@ -213,6 +240,8 @@ class _Task:
         self, engine: Engine, manifest: Manifest, index: ManifestIndex, ledger: Ledger, todo: list[Shard]
     ) -> bool:
         """Draws what is left of ``todo``; False when the stop flag ended it early."""
+        if self.profiler is not None:
+            self.profiler.attach(engine)
         sink = Sink(
             ledger,
             image_format=self.config.image_format,
@@ -221,6 +250,7 @@ class _Task:
             num_tasks=self.config.num_tasks,
             worker=f"{socket.gethostname()}:{os.getpid()}",
             num_threads=NUM_ENCODE_THREADS,
+            stages=self.stages,
         )
         self.tally = Tally(num_rows=sum(shard.num_rows for shard in todo))
         feed = Feed(
@@ -249,9 +279,12 @@ class _Task:
                 self._stop_admission(engine)
             for _ in range(LOOK_AHEAD - engine.num_waiting):
                 if feed.open and not self.stop.requests:
-                    feed.add_to(engine)
+                    with self.stages.stage("read"):
+                        feed.add_to(engine)
             for output in engine.step():
                 self._take(output, feed, sink)
+            if self.profiler is not None:
+                self.profiler.next_step()
             self._report("running", engine)
             if give_up_at is not None and (self.stop.requests > 1 or time.monotonic() > give_up_at):
                 return False

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from offline_diffusion.errors import TooManyFailuresError
 
@@ -55,7 +55,7 @@ class Progress:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSummary:
     """What a task did. Counts are of this task's shards, earlier runs included; ``seconds`` and
-    ``images_per_s`` are of this run."""
+    ``images_per_s`` are of this run. ``profile`` is what ``--profile`` measured, see `engine.profile`."""
 
     out: Path
     num_rows: int
@@ -69,6 +69,7 @@ class JobSummary:
     images_per_s: float
     interrupted: bool
     warnings: list[str]
+    profile: dict[str, Any] | None = None
 
 
 Observer = Callable[[Progress], None]

@@ -21,6 +21,7 @@ from offline_diffusion.cli.options import (
     shard_options,
     together,
 )
+from offline_diffusion.cli.profile import profile_text
 from offline_diffusion.cli.progress import make_progress
 from offline_diffusion.cli.signals import STOP_KEY
 from offline_diffusion.cli.text import duration
@@ -58,6 +59,10 @@ task_options = together(
     job_option("--task-index", "Which of them this is, from 0; likewise.", metavar="I"),
 )
 
+profile_option = job_option(
+    "--profile", "Tell where the time went; write that and a trace of some steps to _state/profile."
+)
+
 failure_options = together(
     job_option("--retry-failed", "Run the failed and quarantined rows of finished shards again."),
     job_option("--max-failures", "Stop when more rows fail: a count, or a share such as 5%.", metavar="N|P%"),
@@ -75,6 +80,7 @@ failure_options = together(
 @shard_options
 @task_options
 @failure_options
+@profile_option
 @click.option("--json", "as_json", is_flag=True, help="Print the final summary as JSON on standard output.")
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
@@ -123,6 +129,8 @@ def _run(config: JobConfig, run_task: RunTask | None, stop: StopFlag) -> JobSumm
 
 
 def _report(summary: JobSummary) -> None:
+    if summary.profile is not None:
+        click.echo(profile_text(summary.profile), err=True)
     for warning in summary.warnings:
         click.echo(f"warning: {warning}", err=True)
     counts = f"{summary.num_ok:,} of {plural(summary.num_images, 'image')}"

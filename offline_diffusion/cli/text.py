@@ -32,10 +32,12 @@ def duration(seconds: float | None) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned by spaces; columns whose cells all start with a digit go to the right."""
+    """Columns aligned by spaces; those whose cells start with a digit, or are blank, go to the right."""
     cells = [list(header), *(list(row) for row in rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-    right = [all(row[index][:1].isdigit() for row in cells[1:]) for index in range(len(header))]
+    right = [
+        all(not row[index] or row[index][0].isdigit() for row in cells[1:]) for index in range(len(header))
+    ]
     lines = []
     for row in cells:
         padded = [

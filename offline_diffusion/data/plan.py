@@ -19,7 +19,7 @@ from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import SamplingParams
 
 BYTES_PER_PIXEL: dict[ImageFormat, float] = {"png": 1.45, "jpeg": 0.45, "webp": 1.2}
-"""Rough sizes of encoded photographs (benchmarks/results/cpu_encode.json); a drawing is smaller, noise larger."""
+"""Rough sizes of encoded photographs, see bench_encode.py; a drawing is smaller, noise larger."""
 
 UTF8_BYTES_PER_TOKEN = 4.0
 """Rough for English, and for Chinese, where a character is three bytes."""

@@ -27,6 +27,7 @@ from offline_diffusion.data.shard_images import ImageKeys, ShardImages
 from offline_diffusion.data.shard_writer import ShardWriter
 from offline_diffusion.errors import JobError
 from offline_diffusion.request import RequestOutput
+from offline_diffusion.stages import NO_STAGES, Stages, in_stage
 
 MAX_PENDING_BYTES = 512 * 2**20
 """Most bytes of pixels that wait to be encoded and written."""
@@ -65,6 +66,7 @@ class Sink:
         task, num_tasks, worker: Recorded with every image.
         num_threads: Encoders.
         max_pending: Most images that wait to be encoded and written.
+        stages: Hears of the stages of an image here.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class Sink:
         worker: str = "",
         num_threads: int = 4,
         max_pending: int = 64,
+        stages: Stages = NO_STAGES,
     ) -> None:
+        self.stages = stages
         self._ledger, self._image_format, self._image_level = ledger, image_format, image_level
         self._task, self._worker, self._max_pending = task, worker, max_pending
         self._superseded = Superseded(ledger)
@@ -144,6 +148,7 @@ class Sink:
             self._writer.submit(self._guarded, lambda: self._publish(writer), 0)
         return finished
 
+    @in_stage("wait_sink")
     def submit(self, shard_index: int, image: ImageTask, output: RequestOutput) -> None:
         """Hands a finished or failed image in; waits while too much is unwritten.
 
@@ -166,6 +171,7 @@ class Sink:
         self._settle()
         self._raise_error()
 
+    @in_stage("wait_sink")
     def close(self, *, abandon: bool = False) -> None:
         """Writes what was handed in and ends the threads.
 
@@ -250,6 +256,7 @@ class Sink:
             retry_failed=retry_failed,
         )
 
+    @in_stage("image_encode")
     def _encode(self, writer: ShardWriter, image: ImageTask, output: RequestOutput, num_bytes: int) -> None:
         try:
             record = make_record(
@@ -278,6 +285,7 @@ class Sink:
             if num_bytes is not None:
                 self._release(num_bytes)
 
+    @in_stage("write")
     def _write(self, writer: ShardWriter, record: Record) -> None:
         if not writer.append(record):
             return
@@ -291,6 +299,7 @@ class Sink:
         if writer.complete:
             self._publish(writer)
 
+    @in_stage("publish")
     def _publish(self, writer: ShardWriter) -> None:
         marker = writer.publish()
         with self._room:
@@ -307,6 +316,7 @@ class Sink:
             self._room.wait_for(lambda: self._progress.num_pending == 0)
         self._writer.submit(self._guarded, self._sync, None).result()
 
+    @in_stage("write")
     def _sync(self) -> None:
         """A power loss costs at most what was written since."""
         with self._room:

@@ -18,6 +18,7 @@ from offline_diffusion.engine.scheduler import LOOK_AHEAD, ScheduledRequest, Sch
 from offline_diffusion.engine.stats import EngineStats, StepTimer
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
 from offline_diffusion.request import FinishReason, Request, RequestMetrics, RequestOutput
+from offline_diffusion.stages import Stages
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,10 @@ class Engine:
         self._done: list[RequestOutput] = []
         self._clock = clock
         self._generating = False
+
+    def report_stages(self, stages: Stages) -> None:
+        """Lets ``stages`` hear of every stage from now on."""
+        self.runner.stages = self._timer.stages = stages
 
     # --- requests in -------------------------------------------------------------------------
 
@@ -322,8 +327,7 @@ class Engine:
         if not bool(image.is_finite):
             self._finish(state, "failed", "nan", "the final latents hold NaN or infinity")
             return
-        output = self._finish(state, "ok")
-        output.pixels = image.to_numpy()
+        self._finish(state, "ok").pixels = image.to_numpy()
 
     def _finish(
         self,

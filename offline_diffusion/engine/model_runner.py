@@ -18,6 +18,7 @@ from torch import Tensor
 from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
 from offline_diffusion.request import Request
+from offline_diffusion.stages import NO_STAGES, Stages, in_stage
 
 PROMPT_CACHE_TOKENS = 65_536
 """Text tokens of encoded prompts kept for reuse; at full size 400 MB."""
@@ -72,6 +73,7 @@ class ModelRunner:
 
     def __init__(self, model: DiffusionModel) -> None:
         self.model = model
+        self.stages: Stages = NO_STAGES
         self._batch: PackedBatch | None = None
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._num_cached_tokens = 0
@@ -81,6 +83,7 @@ class ModelRunner:
 
     # --- encode ------------------------------------------------------------------------------
 
+    @in_stage("prompt_encode")
     def prepare(
         self, request: Request, prompt: TokenizedPrompt, negative: TokenizedPrompt | None
     ) -> PreparedRequest:
@@ -119,12 +122,16 @@ class ModelRunner:
         Between two calls with the same requests in the same order the pack is reused as it is.
         Nothing has changed if this raises: the step can be tried again with fewer requests.
         """
-        if self._batch is None or self._batch.requests != list(requests):
-            self.drop_batch()
-            self._batch = PackedBatch.build(list(requests), self.model)
-        batch = self._batch
-        noise_pred = self.model.denoise_step(batch.refresh())
-        batch.step_scheduler(noise_pred, self.model)
+        with self.stages.stage("pack"):
+            if self._batch is None or self._batch.requests != list(requests):
+                self.drop_batch()
+                self._batch = PackedBatch.build(list(requests), self.model)
+            batch = self._batch
+            inputs = batch.refresh()
+        with self.stages.stage("denoise"):
+            noise_pred = self.model.denoise_step(inputs)
+        with self.stages.stage("solver"):
+            batch.step_scheduler(noise_pred, self.model)
         return batch.num_seqs
 
     def drop_batch(self) -> None:
@@ -145,6 +152,7 @@ class ModelRunner:
             image = self._decode_beside(prepared, self._side_stream)
         self._decoding.append(image)
 
+    @in_stage("decode")
     def _post_decode(self, prepared: PreparedRequest) -> tuple[Tensor, Tensor]:
         """Pixels uint8 ``[height, width, 3]``, and whether latents and image are finite all over."""
         request = prepared.request
@@ -159,10 +167,11 @@ class ModelRunner:
             start.record()
             pixels, is_finite = self._post_decode(prepared)
             prepared.latents.record_stream(stream)
-            host_pixels = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
-            host_finite = torch.empty((), dtype=torch.bool, pin_memory=True)
-            host_pixels.copy_(pixels, non_blocking=True)
-            host_finite.copy_(is_finite, non_blocking=True)
+            with self.stages.stage("copy"):
+                host_pixels = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
+                host_finite = torch.empty((), dtype=torch.bool, pin_memory=True)
+                host_pixels.copy_(pixels, non_blocking=True)
+                host_finite.copy_(is_finite, non_blocking=True)
             done = torch.cuda.Event(enable_timing=True)
             done.record()
         return DecodedImage(prepared.request, host_pixels, host_finite, done, start, 0.0)
@@ -175,7 +184,8 @@ class ModelRunner:
             if not image.ready():
                 if arrived or not wait:
                     break
-                image.wait()
+                with self.stages.stage("wait_device"):
+                    image.wait()
             arrived.append(self._decoding.popleft())
         return arrived
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from offline_diffusion.request import RequestMetrics
+from offline_diffusion.stages import NO_STAGES, Stages
 
 MAX_STEPS_IN_FLIGHT = 2
 """Steps the host may be ahead of the device: enough to hide launches, few enough to stay responsive."""
@@ -47,6 +48,7 @@ class StepTimer:
     """Measures steps on the device without waiting for them, and shares their time out by tokens."""
 
     def __init__(self, device: torch.device, stats: EngineStats) -> None:
+        self.stages: Stages = NO_STAGES
         self._on_gpu = device.type == "cuda"
         self._stats = stats
         self._pending: deque[_TimedStep] = deque()
@@ -83,7 +85,8 @@ class StepTimer:
             elapsed = step.end - step.start
         else:
             assert isinstance(step.end, torch.cuda.Event)
-            step.end.synchronize()
+            with self.stages.stage("wait_device"):
+                step.end.synchronize()
             elapsed = step.start.elapsed_time(step.end) / 1000
         self._stats.device_s += elapsed
         for metrics, tokens in step.shares:
