@@ -135,7 +135,7 @@ def test_a_faulty_format_is_the_only_fault() -> None:
         job(image_format="bmp", image_level=500)
 
 
-TRUTH_VALUES = {"step_execution", "retry_failed", "allow_manifest_change"}
+TRUTH_VALUES = {"step_execution", "retry_failed", "allow_manifest_change", "profile"}
 
 
 @pytest.mark.parametrize("name", sorted(set(JobConfig.model_fields) - TRUTH_VALUES))
@@ -176,7 +176,7 @@ def test_options_that_a_resume_compares_exist() -> None:
 def test_options_that_cannot_change_a_pixel_may_differ_on_resume() -> None:
     free = set(JobConfig.model_fields) - set(PIXEL_OPTIONS) - set(LAYOUT_OPTIONS)
     assert {"max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "step_execution"} <= free
-    assert {"num_tasks", "task_index", "device", "max_failures", "retry_failed"} <= free
+    assert {"num_tasks", "task_index", "device", "max_failures", "retry_failed", "profile"} <= free
 
 
 def test_a_job_file(tmp_path: Path) -> None:

@@ -198,7 +198,6 @@ class Profiler(StageClock):
         if self._stats is None:
             return None
         if self._torch is not None:
-            self._num_traced += self._tracing
             self._guarded(self._torch.stop)
         if self._device_clock is not None:
             self._guarded(self._device_clock.settle)

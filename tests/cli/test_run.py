@@ -99,7 +99,7 @@ def test_the_summary_as_json_is_all_of_standard_output() -> None:
     assert json.loads(result.stdout) == {
         "out": "out", "num_rows": 4, "num_images": 4, "num_ok": 4, "num_failed": 1,
         "num_quarantined_rows": 0, "num_resumed": 0, "num_shards": 1, "seconds": 2.0, "images_per_s": 2.0,
-        "interrupted": False, "warnings": ["w"],
+        "interrupted": False, "warnings": ["w"], "profile": None,
     }  # fmt: skip
 
 
