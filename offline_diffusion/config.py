@@ -56,7 +56,7 @@ class EngineConfig(Options):
     request_batch_max_wait_ms: float = Field(default=0.0, ge=0)
     scheduling_policy: Literal["fifo", "pack"] = "pack"
     attention_backend: AttentionBackendName = "auto"
-    quantization: Literal["none", "fp8"] = "none"
+    quantization: Literal["none", "fp8", "int8"] = "none"
 
 
 class JobConfig(EngineConfig):

@@ -133,7 +133,7 @@ def _measured_requests(model: DiffusionModel, num_tokens: int) -> list[PreparedR
 
 def _step_once(model: DiffusionModel, requests: list[PreparedRequest]) -> None:
     batch = PackedBatch.build(requests, model)
-    batch.step_scheduler(model.denoise_step(batch.refresh()), model)
+    batch.step_scheduler(batch.forward(model), model)
 
 
 def _decode_once(model: DiffusionModel, height: int, width: int) -> None:

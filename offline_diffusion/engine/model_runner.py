@@ -123,8 +123,9 @@ class ModelRunner:
             self.drop_batch()
             self._batch = PackedBatch.build(list(requests), self.model)
         batch = self._batch
-        noise_pred = self.model.denoise_step(batch.refresh())
-        batch.step_scheduler(noise_pred, self.model)
+        batch.refresh(self.model)
+        batch.step_scheduler(batch.forward(self.model), self.model)
+        batch.advance()
         return batch.num_seqs
 
     def drop_batch(self) -> None:

@@ -48,7 +48,7 @@ def _prepare(runner: ModelRunner, request: Request, step_index: int) -> Prepared
 def _forward(model: Any, requests: list[PreparedRequest]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Per request: its branches' noise predictions, and its latents after one step."""
     batch = PackedBatch.build(requests, model)
-    noise_pred = model.denoise_step(batch.refresh())
+    noise_pred = batch.forward(model)
     batch.step_scheduler(noise_pred, model)
     batch.release()
     lengths = [request.num_image_tokens for request in requests]
