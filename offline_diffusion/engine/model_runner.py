@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offline_diffusion.accel.graphs import MAX_GRAPH_TOKENS, MIN_REPLAYS, StepRecorder
 from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
 from offline_diffusion.request import Request
@@ -73,6 +74,7 @@ class ModelRunner:
     def __init__(self, model: DiffusionModel) -> None:
         self.model = model
         self._batch: PackedBatch | None = None
+        self._recorder = StepRecorder(model.device)
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._num_cached_tokens = 0
         self._decoding: deque[DecodedImage] = deque()
@@ -124,9 +126,23 @@ class ModelRunner:
             self._batch = PackedBatch.build(list(requests), self.model)
         batch = self._batch
         batch.refresh(self.model)
-        batch.step_scheduler(batch.forward(self.model), self.model)
+        self._launch_step(batch)
         batch.advance()
         return batch.num_seqs
+
+    def _launch_step(self, batch: PackedBatch) -> None:
+        """The device's part; a small pack that has stayed the same is recorded and replayed."""
+
+        def step() -> None:
+            batch.step_scheduler(batch.forward(self.model), self.model)
+
+        if (
+            batch.num_steps == 1
+            and batch.num_steps_left >= MIN_REPLAYS
+            and batch.num_tokens <= MAX_GRAPH_TOKENS
+        ):
+            batch.replay = self._recorder.record(step)
+        (batch.replay or step)()
 
     def drop_batch(self) -> None:
         """Gives the requests of the current pack their latents back and forgets the pack."""

@@ -8,7 +8,7 @@ rotary angles use, each sequence is its text followed by its image.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -79,6 +79,7 @@ class PackedBatch:
         timesteps: Of each request, from the step it was packed at; set once.
         num_seqs: Guidance branches; set once.
         num_steps: Steps done since packing.
+        replay: Does the device's part of a step; set by the runner when it has recorded one.
     """
 
     requests: list[PreparedRequest]
@@ -92,6 +93,17 @@ class PackedBatch:
     timesteps: list[list[float]]
     num_seqs: int
     num_steps: int = 0
+    replay: Callable[[], None] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Image and text tokens of all sequences."""
+        return sum(self.model_input.attention.seqlens)
+
+    @property
+    def num_steps_left(self) -> int:
+        """Steps until the first request is done."""
+        return min(map(len, self.timesteps)) - self.num_steps
 
     @classmethod
     def build(cls, requests: list[PreparedRequest], model: DiffusionModel) -> PackedBatch:

@@ -145,7 +145,7 @@ def test_quantize_rows(dtype: torch.dtype, quantize: QuantFormat, gelu: bool, wi
     expected = torch.nn.functional.gelu(wide, approximate="tanh") if gelu else wide
     restored = _restored(out)
     largest = expected.abs().amax(1, keepdim=True)
-    # Half a step: of e4m3's 3 bits 1/16 of a value or of the smallest normal one; of int8 1/254 of the largest.
+    # Half a step: of e4m3's 3 bits 1/16 of a value or of the smallest normal one; of int8 1/254 of the row's.
     step = expected.abs() / 16 + largest * 2**-15 if quantize is FP8 else largest / 254 * 1.001
     assert bool(((restored - expected).abs() <= step + 1e-9).all())
     assert out.values.dtype == quantize.dtype
