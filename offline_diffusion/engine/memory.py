@@ -20,11 +20,14 @@ logger = logging.getLogger(__name__)
 RESERVE = 0.05
 """Share of the device's memory left to fragmentation and libraries."""
 
-SMALLEST_BUDGET, LARGEST_BUDGET = 8_192, 65_536
-"""Token budgets between which the one is chosen."""
+BUDGETS = (65_536, 32_768, 16_384)
+"""Token budgets of which one is chosen; smaller ones leave mixed packs with gaps."""
+
+MEASURED_TOKENS = 8_192
+"""Of the step whose peak of memory is measured."""
 
 GOOD_SHARE = 0.985
-"""Of the best measured rate: more than that is not worth the longer steps."""
+"""Of the best measured rate: what is left is noise, and not worth longer steps."""
 
 MEASURED_LENGTH = 2_048
 """Tokens of a sequence in what is measured: an image of about 720 × 720 pixels."""
@@ -110,7 +113,7 @@ def _step_bytes(model: DiffusionModel) -> float:
     """Peak of a step by its tokens: a short one first, in which libraries take their share of the device."""
     _step_once(_measured_pack(model, 1), model)
     try:
-        pack = _measured_pack(model, SMALLEST_BUDGET)
+        pack = _measured_pack(model, MEASURED_TOKENS)
         return _peak(model, lambda: _step_once(pack, model)) / pack.num_tokens
     except torch.OutOfMemoryError:
         pack = _measured_pack(model, 1)
@@ -141,14 +144,12 @@ def fit_token_budget(model: DiffusionModel, asked: int | None, limits: DeviceLim
 
 def _measured_budget(model: DiffusionModel, most: int) -> int:
     """Large packs first, so that all are measured on a warm device."""
-    sizes = [LARGEST_BUDGET >> shift for shift in range(8) if LARGEST_BUDGET >> shift >= SMALLEST_BUDGET]
-    fitting = [size for size in sizes if size <= most]
     rates: dict[int, float] = {}
-    for size in fitting:
+    for size in (budget for budget in BUDGETS if budget <= most):
         pack = _measured_pack(model, size)
         if not rates:
             _step_once(pack, model)
-        rates[size] = pack.num_tokens / _step_seconds(pack, model)
+        rates[size] = pack.num_tokens / min(_step_seconds(pack, model) for _ in range(2))
     if not rates:
         return most
     logger.info("tokens/s by token budget: %s", {size: round(rate) for size, rate in rates.items()})
