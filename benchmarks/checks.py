@@ -97,6 +97,8 @@ def _compare_jobs(model: DiffusionModel, num_jobs: int, sizes: Sequence[tuple[in
 
 # --- what the promise costs ----------------------------------------------------------------------
 
+NUM_WARM_UP_STEPS, NUM_TURN_STEPS = 2, 4
+
 
 @torch.inference_mode()
 def promise_cost(model: DiffusionModel, clock: Clock, budget: int, *, scale: int, rounds: int = 4) -> Found:
@@ -110,7 +112,9 @@ def promise_cost(model: DiffusionModel, clock: Clock, budget: int, *, scale: int
     Returns:
         ``full_pack`` of 512² requests, and ``small_pack`` of a single 256² one, the worst case.
     """
-    workloads = make_workloads(2 + 2 * rounds * STEPS_A_TURN, scale=scale)
+    # Some steps more than are run: near its end a small pack is not worth recording.
+    steps = 2 * rounds * (NUM_WARM_UP_STEPS + NUM_TURN_STEPS) + 10
+    workloads = make_workloads(steps, scale=scale)
     runner = ModelRunner(model)
     small = [prepare(runner, workloads["256"].requests[0])]
     full: list[PreparedRequest] = []
@@ -125,27 +129,25 @@ def promise_cost(model: DiffusionModel, clock: Clock, budget: int, *, scale: int
     }
 
 
-STEPS_A_TURN = 4
-
-
 def _padding_cost(runner: ModelRunner, requests: list[PreparedRequest], clock: Clock, rounds: int) -> float:
     padded, unpadded = [], []
-    _step_times(runner, requests, clock, 2)
     for _ in range(rounds):
-        padded += _step_times(runner, requests, clock, STEPS_A_TURN)
+        padded += _turn(runner, requests, clock)
         with without_padding():
-            unpadded += _step_times(runner, requests, clock, STEPS_A_TURN)
-    runner.drop_batch()
+            unpadded += _turn(runner, requests, clock)
     return statistics.median(padded) / statistics.median(unpadded) - 1
 
 
-def _step_times(
-    runner: ModelRunner, requests: list[PreparedRequest], clock: Clock, count: int
-) -> list[float]:
+def _turn(runner: ModelRunner, requests: list[PreparedRequest], clock: Clock) -> list[float]:
+    """Seconds of a few steps of a new pack: a small one may be recorded at its second step and replayed."""
+    runner.drop_batch()
+    for _ in range(NUM_WARM_UP_STEPS):
+        runner.denoise(requests)
     marks = [clock.mark()]
-    for _ in range(count):
+    for _ in range(NUM_TURN_STEPS):
         runner.denoise(requests)
         marks.append(clock.mark())
+    runner.drop_batch()
     return [clock.seconds(*pair) for pair in pairwise(marks)]
 
 
