@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
-from test_exactness import _forward, _prepare, _random_request
+from compositions import forward, prepare, prepared_composition
 
 from offline_diffusion.accel.quantize import QuantizedLinear, apply_quantization
 from offline_diffusion.engine.model_runner import ModelRunner
@@ -33,14 +32,11 @@ def fp8_model() -> Any:
 @pytest.mark.parametrize("composition", range(20))
 @torch.inference_mode()
 def test_fp8_does_not_depend_on_company(fp8_model: Any, composition: int) -> None:
-    rng = random.Random(500 + composition)
-    requests = [_random_request(rng, str(index)) for index in range(rng.choice([2, 5, 9]))]
-    runner = ModelRunner(fp8_model)
-    preds, latents = _forward(fp8_model, [_prepare(runner, request, 0) for request in requests])
-    for index, request in enumerate(requests):
-        alone, alone_latents = _forward(fp8_model, [_prepare(ModelRunner(fp8_model), request, 0)])
-        assert torch.equal(preds[index], alone[0])
-        assert torch.equal(latents[index], alone_latents[0])
+    prepared = prepared_composition(fp8_model, 500 + composition)
+    for request, packed in zip(prepared, forward(fp8_model, prepared), strict=True):
+        (alone,) = forward(fp8_model, [prepare(ModelRunner(fp8_model), request.request, request.step_index)])
+        assert torch.equal(packed.noise_pred, alone.noise_pred)
+        assert torch.equal(packed.latents, alone.latents)
 
 
 @pytest.mark.parametrize("num_rows", [1, 63, 64, 1000])
