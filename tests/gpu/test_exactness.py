@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from compositions import forward, pixels, prepare, prepared_composition, random_job, random_request
 
+from offline_diffusion.accel.graphs import StepRecorder
 from offline_diffusion.attention.backends import available_backends, load_backend
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.engine import Engine
@@ -17,7 +19,8 @@ from offline_diffusion.engine.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 
-NUM_COMPOSITIONS = 20
+NUM_COMPOSITIONS = 50
+NUM_JOBS = 20
 
 
 @pytest.mark.parametrize("composition", range(NUM_COMPOSITIONS))
@@ -31,7 +34,7 @@ def test_noise_prediction_and_latents_do_not_depend_on_company(gpu_model: Any, c
         assert torch.equal(packed.latents, alone.latents), (composition, index, request.request)
 
 
-@pytest.mark.parametrize("composition", range(NUM_COMPOSITIONS))
+@pytest.mark.parametrize("composition", range(NUM_JOBS))
 def test_pixels_do_not_depend_on_company(gpu_model: Any, composition: int) -> None:
     """Whole runs: requests join and leave, decode and copy go on beside the steps."""
     requests = random_job(1000 + composition)
@@ -48,12 +51,31 @@ def test_no_host_sync_between_compositions(gpu_model: Any) -> None:
     rng = random.Random(3)
     runner = ModelRunner(gpu_model)
     packed = [prepare(runner, random_request(rng, str(index))) for index in range(3)]
-    runner.denoise(packed)
+    for _ in range(2):  # a small pack would be recorded now
+        runner.denoise(packed)
     torch.cuda.set_sync_debug_mode("error")
     try:
         runner.denoise(packed)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.inference_mode()
+def test_a_recorded_step_is_the_step(gpu_model: Any) -> None:
+    request = replace(random_request(random.Random(5), "0", [(256, 256)]), num_inference_steps=8)
+    latents = []
+    for records in (True, False):
+        runner = ModelRunner(gpu_model)
+        if not records:
+            runner._recorder = StepRecorder(torch.device("cpu"))
+        prepared = prepare(runner, request)
+        for _ in range(8):
+            runner.denoise([prepared])
+        assert (runner._batch.replay is not None) == records
+        runner.drop_batch()
+        latents.append(prepared.latents.clone())
+    assert latents[0].isfinite().all()
+    assert torch.equal(*latents)
 
 
 @pytest.mark.parametrize("name", ["fa3", "torch_varlen", "flash_attn"])
