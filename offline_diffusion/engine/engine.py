@@ -11,14 +11,13 @@ from typing import TypeVar
 import torch
 
 from offline_diffusion.config import EngineConfig
-from offline_diffusion.engine.memory import check_memory, fit_token_budget, is_out_of_memory
+from offline_diffusion.engine.memory import check_memory, fit_token_budget, is_out_of_memory, measure_limits
 from offline_diffusion.engine.model_runner import DecodedImage, ModelRunner
 from offline_diffusion.engine.packed_batch import PreparedRequest
 from offline_diffusion.engine.scheduler import LOOK_AHEAD, ScheduledRequest, Scheduler
 from offline_diffusion.engine.stats import EngineStats, StepTimer
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
 from offline_diffusion.request import FinishReason, Request, RequestMetrics, RequestOutput
-from offline_diffusion.stages import Stages
 
 logger = logging.getLogger(__name__)
 
@@ -64,22 +63,19 @@ class Engine:
         self.model = model
         self.runner = ModelRunner(model)
         self.stats = EngineStats()
+        self.limits = measure_limits(model)
         self.scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=fit_token_budget(model, config.max_num_batched_tokens),
+            max_num_batched_tokens=fit_token_budget(model, config.max_num_batched_tokens, self.limits),
             policy=config.scheduling_policy,
             step_execution=config.step_execution,
             max_wait_s=config.request_batch_max_wait_ms / 1000,
         )
-        self._timer = StepTimer(model.device, self.stats)
+        self._timer = StepTimer(model.device, self.stats, self.runner)
         self._states: dict[str, _RequestState] = {}
         self._done: list[RequestOutput] = []
         self._clock = clock
         self._generating = False
-
-    def report_stages(self, stages: Stages) -> None:
-        """Lets ``stages`` hear of every stage from now on."""
-        self.runner.stages = self._timer.stages = stages
 
     # --- requests in -------------------------------------------------------------------------
 
@@ -327,7 +323,8 @@ class Engine:
         if not bool(image.is_finite):
             self._finish(state, "failed", "nan", "the final latents hold NaN or infinity")
             return
-        self._finish(state, "ok").pixels = image.to_numpy()
+        output = self._finish(state, "ok")
+        output.pixels = image.to_numpy()
 
     def _finish(
         self,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offline_diffusion.accel.graphs import MAX_GRAPH_TOKENS, MIN_REPLAYS, StepRecorder
 from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
 from offline_diffusion.request import Request
@@ -75,6 +76,7 @@ class ModelRunner:
         self.model = model
         self.stages: Stages = NO_STAGES
         self._batch: PackedBatch | None = None
+        self._recorder = StepRecorder(model.device)
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._num_cached_tokens = 0
         self._decoding: deque[DecodedImage] = deque()
@@ -127,12 +129,31 @@ class ModelRunner:
                 self.drop_batch()
                 self._batch = PackedBatch.build(list(requests), self.model)
             batch = self._batch
-            inputs = batch.refresh()
+            self._record(batch)
+        self._launch_step(batch)
+        batch.advance()
+        return batch.num_seqs
+
+    def _record(self, batch: PackedBatch) -> None:
+        """Records the device's part of a step, if the pack is small and has stayed the same."""
+        if (
+            batch.num_steps == 1
+            and batch.num_steps_left >= MIN_REPLAYS
+            and batch.num_tokens <= MAX_GRAPH_TOKENS
+        ):
+            batch.replay = self._recorder.record(
+                lambda: batch.step_scheduler(batch.forward(self.model), self.model)
+            )
+
+    def _launch_step(self, batch: PackedBatch) -> None:
         with self.stages.stage("denoise"):
-            noise_pred = self.model.denoise_step(inputs)
+            batch.refresh(self.model)
+            if batch.replay is not None:
+                batch.replay()  # with the solver in it
+                return
+            noise_pred = batch.forward(self.model)
         with self.stages.stage("solver"):
             batch.step_scheduler(noise_pred, self.model)
-        return batch.num_seqs
 
     def drop_batch(self) -> None:
         """Gives the requests of the current pack their latents back and forgets the pack."""

@@ -138,7 +138,7 @@ class Profiler(StageClock):
         if self._device.type == "cuda":
             self._device_clock = _DeviceClock()
             activities.append(ProfilerActivity.CUDA)
-        engine.report_stages(self)
+        engine.runner.stages = self
         steps = torch_schedule(wait=WARM_UP_STEPS - 2, warmup=2, active=TRACED_STEPS, repeat=1)
         profiler = TorchProfiler(activities=activities, schedule=steps, on_trace_ready=self._take_trace)
         if self._guarded(profiler.start):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from offline_diffusion.request import RequestMetrics
-from offline_diffusion.stages import NO_STAGES, Stages
+from offline_diffusion.stages import HasStages
 
 MAX_STEPS_IN_FLIGHT = 2
 """Steps the host may be ahead of the device: enough to hide launches, few enough to stay responsive."""
@@ -45,10 +45,16 @@ class _TimedStep:
 
 
 class StepTimer:
-    """Measures steps on the device without waiting for them, and shares their time out by tokens."""
+    """Measures steps on the device without waiting for them, and shares their time out by tokens.
 
-    def __init__(self, device: torch.device, stats: EngineStats) -> None:
-        self.stages: Stages = NO_STAGES
+    Args:
+        device: Where the steps run.
+        stats: Where their time is added up.
+        runner: Whose ``stages`` hear of it when the host had to wait all the same.
+    """
+
+    def __init__(self, device: torch.device, stats: EngineStats, runner: HasStages) -> None:
+        self._runner = runner
         self._on_gpu = device.type == "cuda"
         self._stats = stats
         self._pending: deque[_TimedStep] = deque()
@@ -85,7 +91,7 @@ class StepTimer:
             elapsed = step.end - step.start
         else:
             assert isinstance(step.end, torch.cuda.Event)
-            with self.stages.stage("wait_device"):
+            with self._runner.stages.stage("wait_device"):
                 step.end.synchronize()
             elapsed = step.start.elapsed_time(step.end) / 1000
         self._stats.device_s += elapsed
