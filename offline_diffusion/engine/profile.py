@@ -36,7 +36,7 @@ WARM_UP_STEPS, TRACED_STEPS = 10, 20
 DEVICE_STAGES: frozenset[StageName] = frozenset(
     ("prompt_encode", "pack", "denoise", "solver", "decode", "copy")
 )
-"""Stages that give the device work."""
+"""Stages that give the device work. Of a step replayed as a CUDA graph ``denoise`` holds the solver too."""
 
 THREAD_STAGES: tuple[StageName, ...] = ("image_encode", "write", "publish")
 """Stages of threads beside the one that drives the engine."""
