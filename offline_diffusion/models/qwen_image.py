@@ -21,6 +21,7 @@ from offline_diffusion.kernels.linear import MIN_ROWS, PackedLinear, pad_rows
 from offline_diffusion.kernels.packed_ops import gate_residual, norm_modulate, scatter_qkv
 from offline_diffusion.models.base import GuidanceRule, PackedInput, RotaryTable, TokenizedPrompt
 from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.models.qwen_image_vae import ImageDecoder
 from offline_diffusion.request import Request
 
 LAYER_NORM_EPS = 1e-6
@@ -138,8 +139,9 @@ class QwenImage:
         embedder = transformer.time_text_embed.timestep_embedder
         self._time_in, self._time_out = PackedLinear(embedder.linear_1), PackedLinear(embedder.linear_2)
         vae = pipeline.vae
+        self._image_decoder = ImageDecoder(vae)
         self._latents_mean, self._latents_std = (
-            torch.tensor(values, dtype=vae.dtype, device=device).view(1, -1, 1, 1, 1)
+            torch.tensor(values, dtype=vae.dtype, device=device).view(1, -1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
 
@@ -251,14 +253,11 @@ class QwenImage:
 
     def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """VAE decode of one request alone, float32 ``[height, width, 3]``, 0 … 1."""
-        vae = self._pipeline.vae
         rows, columns = self._grid(height, width)
         channels = self.num_latent_channels // 4
         grid = latents.view(rows, columns, channels, 2, 2).permute(2, 0, 3, 1, 4)
-        grid = grid.reshape(1, channels, 1, 2 * rows, 2 * columns).to(vae.dtype)
-        grid = grid * self._latents_std + self._latents_mean
-        image: Tensor = vae.decode(grid, return_dict=False)[0][0, :, 0].float()  # [3, h, w] in -1 … 1
-        return (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0)
+        grid = grid.reshape(1, channels, 2 * rows, 2 * columns).to(self._latents_std.dtype)
+        return self._image_decoder(grid * self._latents_std + self._latents_mean)
 
 
 def dynamic_shift(num_image_tokens: int, config: Any) -> float:
