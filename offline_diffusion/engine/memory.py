@@ -110,7 +110,7 @@ def _peak(model: DiffusionModel, work: Callable[[], None]) -> int:
 
 def _measured_requests(model: DiffusionModel, num_tokens: int) -> list[PreparedRequest]:
     caps = model.capabilities
-    prompt = model.prepare_encode(model.tokenize("measure"))
+    (prompt,) = model.prepare_encode([model.tokenize("measure")])
     side = caps.size_multiple * max(1, int(num_tokens**0.5) * caps.patch_pixels // caps.size_multiple)
     side = min(side, 2048)
     tokens_each = caps.num_image_tokens(side, side) + prompt.shape[0]

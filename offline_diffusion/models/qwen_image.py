@@ -7,7 +7,7 @@ and that both guidance branches are sequences of the same forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from offline_diffusion.kernels.linear import MIN_ROWS, PackedLinear, pad_rows
 from offline_diffusion.kernels.packed_ops import gate_residual, norm_modulate, scatter_qkv
 from offline_diffusion.models.base import GuidanceRule, PackedInput, RotaryTable, TokenizedPrompt
 from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.models.qwen_image_text import BATCH_TOKENS, PromptEncoder
 from offline_diffusion.models.qwen_image_vae import ImageDecoder
 from offline_diffusion.request import Request
 
@@ -138,6 +139,10 @@ class QwenImage:
         self._proj_out = PackedLinear(transformer.proj_out)
         embedder = transformer.time_text_embed.timestep_embedder
         self._time_in, self._time_out = PackedLinear(embedder.linear_1), PackedLinear(embedder.linear_2)
+        # Without the language head, whose logits nobody reads. A CPU gains nothing from company.
+        self._prompt_encoder = PromptEncoder(
+            pipeline.text_encoder.model.language_model, device, BATCH_TOKENS if device.type == "cuda" else 1
+        )
         vae = pipeline.vae
         self._image_decoder = ImageDecoder(vae)
         self._latents_mean, self._latents_std = (
@@ -185,13 +190,17 @@ class QwenImage:
             )
         return expected, len(self._token_ids(tail))
 
-    def prepare_encode(self, prompt: TokenizedPrompt) -> Tensor:
-        """Encoded alone: no padding, so no dependence on other prompts. ``[num_tokens, H]``."""
-        input_ids = torch.tensor([prompt.input_ids]).to(self.device, non_blocking=True)
-        encoder = self._pipeline.text_encoder.model  # without the language head, whose logits nobody reads
-        hidden = encoder(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).last_hidden_state
-        embeds = hidden[0, self._num_head_tokens :].to(self.dtype)
-        return self._txt_in(self._transformer.txt_norm(embeds))
+    def encode_shape(self, prompt: TokenizedPrompt) -> tuple[int, int]:
+        """By the prompt's own length, see `qwen_image_text`."""
+        return self._prompt_encoder.shape(len(prompt.input_ids))
+
+    def prepare_encode(self, prompts: Sequence[TokenizedPrompt]) -> list[Tensor]:
+        """``[num_tokens, H]`` each. In fixed shapes, so no prompt's bits depend on the others."""
+        hidden = self._prompt_encoder([prompt.input_ids for prompt in prompts])
+        return [self._text_stream(states[self._num_head_tokens :]) for states in hidden]
+
+    def _text_stream(self, hidden: Tensor) -> Tensor:
+        return self._txt_in(self._transformer.txt_norm(hidden.to(self.dtype)))
 
     def prepare_latents(self, request: Request) -> Tensor:
         """Drawn on the CPU in the model's dtype by the request's own generator, then patchified 2×2."""
