@@ -65,7 +65,7 @@ format: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-gpu
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench needs a CUDA GPU")'
-	$(BIN)/python benchmarks/bench_engine.py
+	$(BIN)/python benchmarks/bench_qwen_image.py
 
 clean:
 	rm -rf out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,41 +46,46 @@ def build_pipeline(
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     small = diffusers.QwenImagePipeline.from_pretrained(default_model_folder())
-    torch.manual_seed(seed)
+    transformer = build_transformer(device, num_layers=num_layers, seed=seed)
     text_config = {**TEXT_CONFIG, "num_hidden_layers": num_text_layers}
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            transformer = diffusers.QwenImageTransformer2DModel(num_layers=num_layers)
-            vae = diffusers.AutoencoderKLQwenImage()
-            text_encoder = Qwen2_5_VLForConditionalGeneration(
-                Qwen2_5_VLConfig(text_config=text_config, vision_config=VISION_CONFIG)
-            )
-    finally:
-        torch.set_default_dtype(before)
+    with _random_weights(device):
+        vae = diffusers.AutoencoderKLQwenImage()
+        text_encoder = Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(text_config=text_config, vision_config=VISION_CONFIG)
+        )
     pipeline = diffusers.QwenImagePipeline(
         scheduler=small.scheduler,
         vae=vae.eval(),
         text_encoder=text_encoder.eval(),
         tokenizer=small.tokenizer,
-        transformer=transformer.eval(),
+        transformer=transformer,
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device, torch.bfloat16)
+
+
+def build_transformer(device: torch.device, *, num_layers: int = 60, seed: int = 0) -> Any:
+    """The transformer alone; the same arguments give the same weights as those of `build_pipeline`."""
+    import diffusers
+
+    torch.manual_seed(seed)
+    with _random_weights(device):
+        return diffusers.QwenImageTransformer2DModel(num_layers=num_layers).to(torch.bfloat16).eval()
+
+
+@contextlib.contextmanager
+def _random_weights(device: torch.device) -> Iterator[None]:
+    """Modules made inside are drawn on ``device`` in bfloat16."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def checkpoint(num_layers: int = 60) -> Checkpoint:
     """What a Qwen-Image folder of this size would say of itself."""
     capabilities = Capabilities(family="qwen_image", pipeline="QwenImagePipeline", num_layers=num_layers)
     return Checkpoint("random weights", None, FAMILIES[0], capabilities, {"model": "random Qwen-Image"})
-
-
-def read_prompts(count: int, prompt_set: Path | None) -> list[str]:
-    """Every 97th prompt of a TSV with a head line and prompts first, else prompts of 3 to 48 words."""
-    words = ["a", "red", "fox", "under", "an", "old", "bridge", "at", "dawn", "in", "soft", "light"]
-    if prompt_set is not None:
-        lines = prompt_set.read_text(encoding="utf-8").splitlines()[1:]
-        texts = [line.split("\t")[0] for line in lines]
-        return [texts[(index * 97) % len(texts)] for index in range(count)]
-    return [" ".join(words[: 3 + index * 5 % 14] * (1 + index % 4)) for index in range(count)]

@@ -1,4 +1,4 @@
-"""Where a packed step's time goes: kernels by device time, for one workload of `bench_engine`.
+"""Where a packed step's time goes: kernels by device time, for one workload of `bench_qwen_image`.
 
 python benchmarks/profile_step.py 512
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 
 import torch
-from bench_engine import workloads
+from compositions import prepare
 from full_size import build_pipeline, checkpoint
+from workloads import make_workloads
 
 from offline_diffusion.engine.model_runner import ModelRunner
 from offline_diffusion.models.loader import model_from_pipeline
@@ -24,9 +25,8 @@ def main() -> None:
     runner = ModelRunner(model)
     prepared = []
     num_tokens = 0
-    for request in workloads(8)[sys.argv[1] if len(sys.argv) > 1 else "512"]:
-        prompt, negative = model.tokenize(request.prompt), model.tokenize(" ")
-        prepared.append(runner.prepare(request, prompt, negative if request.cfg_active else None))
+    for request in make_workloads(8)[sys.argv[1] if len(sys.argv) > 1 else "512"].requests:
+        prepared.append(prepare(runner, request))
         num_tokens += 2 * prepared[-1].num_image_tokens
         if num_tokens >= 16_000:
             break

@@ -15,46 +15,45 @@ from torch import Tensor
 
 from offline_diffusion.errors import BackendError
 from offline_diffusion.kernels.linear import MIN_ROWS, PackedLinear, pad_rows, product_in_blocks
-from offline_diffusion.kernels.packed_ops import (
-    Quantized,
-    norm_modulate_quantized,
-    quantize_rows,
-)
+from offline_diffusion.kernels.packed_ops import FP8, INT8, QuantFormat, Quantized, quantize_rows
 
 
 class QuantizedLinear:
-    """A ``PackedLinear`` with fp8 weights (e4m3, a scale per output channel), made from one.
+    """A ``PackedLinear`` with 8-bit weights, a scale per output channel, made from one.
 
-    Products run in fp8 with fast accumulation on GPUs from compute capability 8.9 on; elsewhere the
-    quantized values are multiplied in the working precision, which gives the same error.
+    On a GPU fp8 runs through the library's row-wise product with fast accumulation, int8 through
+    ``kernels.int8``, exact in its sums. Elsewhere the quantized values are multiplied in the working
+    precision, which gives the same error.
     """
 
-    def __init__(self, linear: PackedLinear) -> None:
-        weight = quantize_rows(linear.weight)
-        self.weight, self.bias = weight.values, linear.bias
+    def __init__(self, linear: PackedLinear, quantize: QuantFormat) -> None:
+        weight = quantize_rows(linear.weight, quantize)
+        self.takes, self.weight, self.bias = quantize, weight.values, linear.bias
         self.weight_scale = weight.scale.t().contiguous()  # [1, out]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Quantized) -> Tensor:
         """``[T, in]`` → ``[T, out]``."""
-        return self._product(quantize_rows(x))
-
-    def of_modulated(self, x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float) -> Tensor:
-        """See ``PackedLinear.of_modulated``."""
-        return self._product(norm_modulate_quantized(x, shift, scale, index, eps))
-
-    def feed_forward(
-        self, out: QuantizedLinear, x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float
-    ) -> Tensor:
-        """See ``PackedLinear.feed_forward``."""
-        hidden = self.of_modulated(x, shift, scale, index, eps)
-        return out._product(quantize_rows(hidden, gelu=True))
-
-    def _product(self, x: Quantized) -> Tensor:
-        num_rows = x.values.shape[0]
+        x = quantize_rows(x, self.takes) if isinstance(x, Tensor) else x
         if not x.values.is_cuda:
             dtype = self.bias.dtype
             weight = self.weight.to(dtype) * self.weight_scale.t().to(dtype)
             return product_in_blocks(x.values.to(dtype) * x.scale.to(dtype), weight, self.bias)
+        return self._int8_product(x) if self.takes is INT8 else self._fp8_product(x)
+
+    def of_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """See ``PackedLinear.of_rows``."""
+        return self(quantize_rows(x, self.takes, rows=rows))
+
+    def feed_forward(self, out: QuantizedLinear, x: Tensor | Quantized) -> Tensor:
+        """See ``PackedLinear.feed_forward``."""
+        return out(quantize_rows(self(x), out.takes, gelu=True))
+
+    def _int8_product(self, x: Quantized) -> Tensor:
+        from offline_diffusion.kernels.int8 import int8_product
+
+        return int8_product(x.values, self.weight, x.scale, self.weight_scale, self.bias)
+
+    def _fp8_product(self, x: Quantized) -> Tensor:
         out: Tensor = torch._scaled_mm(
             pad_rows(x.values, MIN_ROWS),
             self.weight.t(),
@@ -64,7 +63,7 @@ class QuantizedLinear:
             out_dtype=self.bias.dtype,
             use_fast_accum=True,
         )
-        return out[:num_rows]
+        return out[: x.values.shape[0]]
 
 
 class HasQuantizableLayers(Protocol):
@@ -85,12 +84,18 @@ def apply_quantization(model: HasQuantizableLayers, name: str) -> None:
     """
     if name == "none":
         return
-    if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) < (8, 9):
+    quantize, capability = _FORMATS[name]
+    if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) < capability:
+        wanted = ".".join(map(str, capability))
         raise BackendError(
-            "--quantization fp8 needs a GPU of compute capability 8.9 or newer",
-            hint="use --quantization none",
+            f"--quantization {name} needs a GPU of compute capability {wanted} or newer",
+            hint="use --quantization none" if quantize is INT8 else "use --quantization int8 or none",
         )
     for owner, attribute in model.quantizable():
         linear = getattr(owner, attribute)
-        setattr(owner, attribute, QuantizedLinear(linear))
+        setattr(owner, attribute, QuantizedLinear(linear, quantize))
         linear.free()
+
+
+_FORMATS = {"fp8": (FP8, (8, 9)), "int8": (INT8, (8, 0))}
+"""Format, and the least compute capability that multiplies it."""

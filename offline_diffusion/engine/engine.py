@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from offline_diffusion.config import EngineConfig
-from offline_diffusion.engine.memory import check_memory, fit_token_budget, is_out_of_memory
+from offline_diffusion.engine.memory import check_memory, fit_token_budget, is_out_of_memory, measure_limits
 from offline_diffusion.engine.model_runner import DecodedImage, ModelRunner
 from offline_diffusion.engine.packed_batch import PreparedRequest
 from offline_diffusion.engine.scheduler import LOOK_AHEAD, ScheduledRequest, Scheduler
@@ -63,9 +63,10 @@ class Engine:
         self.model = model
         self.runner = ModelRunner(model, clock)
         self.stats = EngineStats()
+        self.limits = measure_limits(model)
         self.scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=fit_token_budget(model, config.max_num_batched_tokens),
+            max_num_batched_tokens=fit_token_budget(model, config.max_num_batched_tokens, self.limits),
             policy=config.scheduling_policy,
             step_execution=config.step_execution,
             max_wait_s=config.request_batch_max_wait_ms / 1000,

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from offline_diffusion.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
+from offline_diffusion.errors import BackendError
 from offline_diffusion.models.base import DiffusionModel
 from offline_diffusion.request import Request
 
@@ -18,6 +20,17 @@ logger = logging.getLogger(__name__)
 RESERVE = 0.05
 """Share of the device's memory left to fragmentation and libraries."""
 
+BUDGETS = (65_536, 32_768, 16_384)
+"""Token budgets of which one is chosen; smaller ones leave mixed packs with gaps."""
+
+MEASURED_TOKENS = 8_192
+"""Of the step whose peak of memory is measured."""
+
+GOOD_SHARE = 0.985
+"""Of the best measured rate: what is left is noise, and not worth longer steps."""
+
+MEASURED_LENGTH = 2_048
+"""Tokens of a sequence in what is measured: an image of about 720 × 720 pixels."""
 
 IMAGE_BYTES_PER_PIXEL = 3 * (4 + 4 + 1)
 """The least a decode holds at once: the image in float32, its scaled copy and the bytes."""
@@ -46,57 +59,111 @@ def check_memory(request: Request, device: torch.device) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryProfile:
-    """Peaks over the resident weights, in bytes."""
+class DeviceLimits:
+    """What fits beside the resident weights, from measured peaks that are taken to grow linearly.
+
+    Args:
+        free_bytes: Of the device, less `RESERVE`.
+        step_bytes: Peak of a step, a token of it.
+        decode_bytes: Peak of a decode, a pixel of it.
+    """
 
     free_bytes: int
-    denoise_bytes: int
-    decode_bytes: int
+    step_bytes: float
+    decode_bytes: float
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a step that has the device for itself."""
+        return max(1, int(self.free_bytes / self.step_bytes))
+
+    def decode_tokens(self, num_pixels: int) -> int:
+        """Tokens that take the room of decoding an image of so many pixels."""
+        return int(num_pixels * self.decode_bytes / self.step_bytes)
 
 
 @torch.inference_mode()
-def fit_token_budget(model: DiffusionModel, max_num_batched_tokens: int) -> int:
-    """The budget asked for, or less where one step and one decode beside it would not fit.
+def measure_limits(model: DiffusionModel) -> DeviceLimits | None:
+    """From a real step and a real decode; None where the device does not tell.
 
-    On a GPU one real step of about that many tokens is run, and one decode at the model's default size;
-    peaks are taken to grow linearly with tokens. Elsewhere the budget is returned as it is.
+    Raises:
+        BackendError: Not even a small step fits beside the weights.
     """
     if model.device.type != "cuda":
-        return max_num_batched_tokens
-    profile = measure_memory(model, max_num_batched_tokens)
-    room = profile.free_bytes - profile.decode_bytes
-    if profile.denoise_bytes <= room:
-        return max_num_batched_tokens
-    budget = max(1, int(max_num_batched_tokens * room / profile.denoise_bytes))
-    logger.warning(
-        "a step of %d tokens takes %.1f GiB, a decode %.1f GiB, free are %.1f GiB: the budget is %d tokens",
-        max_num_batched_tokens,
-        profile.denoise_bytes / 2**30,
-        profile.decode_bytes / 2**30,
-        profile.free_bytes / 2**30,
-        budget,
-    )
-    return budget
-
-
-def measure_memory(model: DiffusionModel, num_tokens: int) -> MemoryProfile:
-    """Runs one step and one decode and reads the allocator's peaks."""
-    free, total = torch.cuda.mem_get_info(model.device)
-    reserved = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+        return None
     caps = model.capabilities
-    decode = _peak(model, lambda: _decode_once(model, caps.default_height, caps.default_width))
     try:
-        denoise = _step_peak(model, num_tokens, num_tokens)
+        step_bytes = _step_bytes(model)
+        decode = _peak(model, lambda: _decode_once(model, caps.default_height, caps.default_width))
+    except torch.OutOfMemoryError as error:
+        raise BackendError(
+            f"the model's weights leave no room for a step and a decode: {error}",
+            hint="use a larger device or --quantization fp8",
+        ) from None
+    free, total = torch.cuda.mem_get_info(model.device)
+    cached = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+    return DeviceLimits(
+        free_bytes=int(free + cached - RESERVE * total),
+        step_bytes=step_bytes,
+        decode_bytes=decode / (caps.default_height * caps.default_width),
+    )
+
+
+def _step_bytes(model: DiffusionModel) -> float:
+    """Peak of a step by its tokens: a short one first, in which libraries take their share of the device."""
+    _step_once(_measured_pack(model, 1), model)
+    try:
+        pack = _measured_pack(model, MEASURED_TOKENS)
+        return _peak(model, lambda: _step_once(pack, model)) / pack.num_tokens
     except torch.OutOfMemoryError:
-        denoise = _step_peak(model, num_tokens, max(1, num_tokens // 8))
-    return MemoryProfile(int(free + reserved - RESERVE * total), denoise, decode)
+        pack = _measured_pack(model, 1)
+        return _peak(model, lambda: _step_once(pack, model)) / pack.num_tokens
 
 
-def _step_peak(model: DiffusionModel, num_tokens: int, num_measured: int) -> int:
-    """The peak of a step of ``num_tokens``, from a real one of about ``num_measured``."""
-    requests = _measured_requests(model, num_measured)
-    num_run = sum(request.num_image_tokens + request.prompt_embeds.shape[0] for request in requests)
-    return _peak(model, lambda: _step_once(model, requests)) * num_tokens // num_run
+@torch.inference_mode()
+def fit_token_budget(model: DiffusionModel, asked: int | None, limits: DeviceLimits | None) -> int:
+    """The token budget of a step.
+
+    Args:
+        model: A loaded family.
+        asked: What the user wants; lowered, with a warning, where it does not fit. None: the smallest
+            budget whose measured rate is within `GOOD_SHARE` of the best, or the default where nothing
+            can be measured.
+        limits: Of the device, beside one decode at the model's default size.
+    """
+    if limits is None:
+        return DEFAULT_MAX_NUM_BATCHED_TOKENS if asked is None else asked
+    caps = model.capabilities
+    most = max(1, limits.max_tokens - limits.decode_tokens(caps.default_height * caps.default_width))
+    if asked is None:
+        return _measured_budget(model, most)
+    if asked > most:
+        logger.warning("a step of %d tokens does not fit on the device: the budget is %d", asked, most)
+    return min(asked, most)
+
+
+def _measured_budget(model: DiffusionModel, most: int) -> int:
+    """Large packs first, so that all are measured on a warm device."""
+    rates: dict[int, float] = {}
+    for size in (budget for budget in BUDGETS if budget <= most):
+        pack = _measured_pack(model, size)
+        if not rates:
+            _step_once(pack, model)
+        rates[size] = pack.num_tokens / min(_step_seconds(pack, model) for _ in range(2))
+    if not rates:
+        return most
+    logger.info("tokens/s by token budget: %s", {size: round(rate) for size, rate in rates.items()})
+    return min(size for size, rate in rates.items() if rate >= GOOD_SHARE * max(rates.values()))
+
+
+def _step_seconds(pack: PackedBatch, model: DiffusionModel) -> float:
+    """On the device."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    _step_once(pack, model)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
 
 
 def _peak(model: DiffusionModel, work: Callable[[], None]) -> int:
@@ -108,32 +175,31 @@ def _peak(model: DiffusionModel, work: Callable[[], None]) -> int:
     return int(torch.cuda.max_memory_allocated(model.device)) - before
 
 
-def _measured_requests(model: DiffusionModel, num_tokens: int) -> list[PreparedRequest]:
+def _measured_pack(model: DiffusionModel, num_tokens: int) -> PackedBatch:
+    """About ``num_tokens`` in squares of about `MEASURED_LENGTH` tokens."""
     caps = model.capabilities
     (prompt,) = model.prepare_encode([model.tokenize("measure")])
-    side = caps.size_multiple * max(1, int(num_tokens**0.5) * caps.patch_pixels // caps.size_multiple)
-    side = min(side, 2048)
+    side = caps.size_multiple * max(1, round(MEASURED_LENGTH**0.5 * caps.patch_pixels / caps.size_multiple))
     tokens_each = caps.num_image_tokens(side, side) + prompt.shape[0]
     requests = []
-    for index in range(max(1, num_tokens // tokens_each)):
+    for index in range(max(1, round(num_tokens / tokens_each))):
         request = Request(
             request_id=str(index),
             prompt="measure",
             height=side,
             width=side,
-            num_inference_steps=2,
+            num_inference_steps=8,
             true_cfg_scale=1.0,
             seed=index,
         )
         sigmas, timesteps = model.prepare_timesteps(request)
         latents = model.prepare_latents(request).to(model.device).float()
         requests.append(PreparedRequest(request, prompt, None, sigmas, timesteps, latents))
-    return requests
+    return PackedBatch.build(requests, model)
 
 
-def _step_once(model: DiffusionModel, requests: list[PreparedRequest]) -> None:
-    batch = PackedBatch.build(requests, model)
-    batch.step_scheduler(model.denoise_step(batch.refresh()), model)
+def _step_once(pack: PackedBatch, model: DiffusionModel) -> None:
+    pack.step_scheduler(pack.forward(model), model)
 
 
 def _decode_once(model: DiffusionModel, height: int, width: int) -> None:

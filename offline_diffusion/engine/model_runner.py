@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offline_diffusion.accel.graphs import MAX_GRAPH_TOKENS, MIN_REPLAYS, StepRecorder
 from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
 from offline_diffusion.engine.prompt_cache import PromptCache
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
@@ -74,6 +75,7 @@ class ModelRunner:
         self._batch: PackedBatch | None = None
         self.prompts = PromptCache(model, clock)
         self._clock = clock
+        self._recorder = StepRecorder(model.device)
         self._decoding: deque[DecodedImage] = deque()
         on_gpu = model.device.type == "cuda"
         self._side_stream = torch.cuda.Stream(model.device) if on_gpu else None
@@ -111,9 +113,24 @@ class ModelRunner:
             self.drop_batch()
             self._batch = PackedBatch.build(list(requests), self.model)
         batch = self._batch
-        noise_pred = self.model.denoise_step(batch.refresh())
-        batch.step_scheduler(noise_pred, self.model)
+        batch.refresh(self.model)
+        self._launch_step(batch)
+        batch.advance()
         return batch.num_seqs
+
+    def _launch_step(self, batch: PackedBatch) -> None:
+        """The device's part; a small pack that has stayed the same is recorded and replayed."""
+
+        def step() -> None:
+            batch.step_scheduler(batch.forward(self.model), self.model)
+
+        if (
+            batch.num_steps == 1
+            and batch.num_steps_left >= MIN_REPLAYS
+            and batch.num_tokens <= MAX_GRAPH_TOKENS
+        ):
+            batch.replay = self._recorder.record(step)
+        (batch.replay or step)()
 
     def drop_batch(self) -> None:
         """Gives the requests of the current pack their latents back and forgets the pack."""

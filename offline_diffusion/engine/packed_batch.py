@@ -8,6 +8,7 @@ rotary angles use, each sequence is its text followed by its image.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from offline_diffusion.attention.metadata import AttentionMetadata
-from offline_diffusion.engine.solver import SigmaTable, combine_guidance, euler_step
+from offline_diffusion.engine.solver import SigmaTable
+from offline_diffusion.kernels.packed_ops import guided_step_
 from offline_diffusion.models.base import DiffusionModel, PackedInput, RotaryTable
 from offline_diffusion.request import Request
 
@@ -69,14 +71,17 @@ class PackedBatch:
 
     Args:
         requests: Those packed, in order.
-        latents: ``[T, C]`` float32, current; replaced every step.
+        latents: ``[T, C]`` float32, changed in place by every step.
         sigmas: Schedules and progress.
-        model_input: What the forward sees; its latents and timesteps are refreshed every step.
+        model_input: What the forward sees; its latents and conditioning are refilled every step.
         img_source: ``[T_img]`` int64, token of ``latents`` that an image token repeats; set once.
-        guided: ``[T_guided]`` int64, tokens of ``latents`` under guidance; set once.
-        guidance_scale: ``[T_guided, 1]`` float32; set once.
+        negative_row: ``[T]`` int64, image token of the negative branch, -1 where guidance is off; set once.
+        guidance_scale: ``[R]`` float32; set once.
         owner: ``[T]`` int64, request of each token; set once.
+        timesteps: Of each request, from the step it was packed at; set once.
         num_seqs: Guidance branches; set once.
+        num_steps: Steps done since packing.
+        replay: Does the device's part of a step; set by the runner when it has recorded one.
     """
 
     requests: list[PreparedRequest]
@@ -84,10 +89,23 @@ class PackedBatch:
     sigmas: SigmaTable
     model_input: PackedInput
     img_source: Tensor
-    guided: Tensor
+    negative_row: Tensor
     guidance_scale: Tensor
     owner: Tensor
+    timesteps: list[list[float]]
     num_seqs: int
+    num_steps: int = 0
+    replay: Callable[[], None] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Image and text tokens of all sequences."""
+        return sum(self.model_input.attention.seqlens)
+
+    @property
+    def num_steps_left(self) -> int:
+        """Steps until the first request is done."""
+        return min(map(len, self.timesteps)) - self.num_steps
 
     @classmethod
     def build(cls, requests: list[PreparedRequest], model: DiffusionModel) -> PackedBatch:
@@ -98,50 +116,67 @@ class PackedBatch:
         guided = [index for index, request in enumerate(requests) if request.negative_embeds is not None]
         sequences = _sequences(requests, guided, model)
         latents = torch.cat([request.latents for request in requests])
-        sigmas = SigmaTable(
-            [request.sigmas for request in requests],
-            [request.timesteps for request in requests],
-            [request.step_index for request in requests],
-            device,
-        )
-        scales = [requests[index].request.true_cfg_scale for index in guided]
-        guided_lengths = [lengths[index] for index in guided]
         guided_tokens = _ranges([spans[index] for index in guided])
+        img_source = torch.cat((torch.arange(sum(lengths)), guided_tokens))
+        negative_row = torch.full((sum(lengths),), -1)
+        negative_row[guided_tokens] = torch.arange(sum(lengths), img_source.shape[0])
+        timesteps = [request.timesteps[request.step_index :].tolist() for request in requests]
+
+        def upload(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        conditioning = model.prepare_step([own[0] for own in timesteps], _later(timesteps, 0))
+        img_source = upload(img_source)
         return cls(
             requests=requests,
             latents=latents,
-            sigmas=sigmas,
-            model_input=_model_input(sequences, latents, sigmas, device),
-            img_source=torch.cat((torch.arange(sum(lengths)), guided_tokens)).to(device, non_blocking=True),
-            guided=guided_tokens.to(device, non_blocking=True),
-            guidance_scale=_repeat(scales, guided_lengths, torch.float32)
-            .unsqueeze(1)
-            .to(device, non_blocking=True),
-            owner=_repeat(range(len(requests)), lengths, torch.int64).to(device, non_blocking=True),
+            sigmas=SigmaTable(
+                [request.sigmas for request in requests],
+                [request.step_index for request in requests],
+                device,
+            ),
+            model_input=_model_input(sequences, latents.index_select(0, img_source), conditioning, device),
+            img_source=img_source,
+            negative_row=upload(negative_row),
+            guidance_scale=upload(torch.tensor([request.request.true_cfg_scale for request in requests])),
+            owner=upload(_repeat(range(len(requests)), lengths)),
+            timesteps=timesteps,
             num_seqs=len(sequences),
         )
 
-    def refresh(self) -> PackedInput:
-        """The forward's input at the current step."""
-        self.model_input.latents = self.latents.index_select(0, self.img_source)
-        self.model_input.timesteps = self.sigmas.current_timesteps()
-        return self.model_input
+    def refresh(self, model: DiffusionModel) -> None:
+        """Gives the model the requests' timesteps; the only host work of a step."""
+        if self.num_steps:
+            current = [own[self.num_steps] for own in self.timesteps]
+            conditioning = model.prepare_step(current, _later(self.timesteps, self.num_steps))
+            self.model_input.conditioning.copy_(conditioning)
+
+    def forward(self, model: DiffusionModel) -> Tensor:
+        """The noise prediction at the current step, ``[T_img, C]``; device work only."""
+        torch.index_select(self.latents, 0, self.img_source, out=self.model_input.latents)
+        return model.denoise_step(self.model_input)
 
     def step_scheduler(self, noise_pred: Tensor, model: DiffusionModel) -> None:
-        """Combines the branches and moves every request one step on.
+        """Combines the branches and moves every request's latents one step on; device work only.
 
         Args:
             noise_pred: ``[T_img, C]`` as the forward returned it.
         """
-        num_tokens = self.latents.shape[0]
-        combined = noise_pred[:num_tokens].float()
-        if self.guided.numel():
-            positive, negative = combined.index_select(0, self.guided), noise_pred[num_tokens:].float()
-            guided = combine_guidance(positive, negative, self.guidance_scale, model.guidance_rule)
-            combined = combined.index_copy(0, self.guided, guided)
-        delta = self.sigmas.sigma_deltas().index_select(0, self.owner).unsqueeze(1)
-        self.latents = euler_step(self.latents, combined, delta)
+        guided_step_(
+            self.latents,
+            noise_pred,
+            self.owner,
+            self.negative_row,
+            self.guidance_scale,
+            self.sigmas.sigmas,
+            self.sigmas.step_index,
+            rescale=model.guidance_rule == "norm_rescale",
+        )
         self.sigmas.advance()
+
+    def advance(self) -> None:
+        """Counts a step that was done."""
+        self.num_steps += 1
         for request in self.requests:
             request.step_index += 1
 
@@ -166,8 +201,14 @@ def _sequences(requests: list[PreparedRequest], guided: list[int], model: Diffus
     return sequences
 
 
+def _later(timesteps: list[list[float]], step: int) -> Iterator[float]:
+    """The timesteps after ``step``, those of the next step first."""
+    for index in range(step + 1, max(map(len, timesteps))):
+        yield from (own[index] for own in timesteps if index < len(own))
+
+
 def _model_input(
-    sequences: list[_Sequence], latents: Tensor, sigmas: SigmaTable, device: torch.device
+    sequences: list[_Sequence], latents: Tensor, conditioning: Tensor, device: torch.device
 ) -> PackedInput:
     txt_lengths = [sequence.prompt_embeds.shape[0] for sequence in sequences]
     img_lengths = [sequence.num_image_tokens for sequence in sequences]
@@ -181,10 +222,10 @@ def _model_input(
 
     return PackedInput(
         latents=latents,
-        timesteps=sigmas.current_timesteps(),
+        conditioning=conditioning,
         prompt_embeds=torch.cat([sequence.prompt_embeds for sequence in sequences]),
-        img_request=upload(_repeat(owners, img_lengths, torch.int64)),
-        txt_request=upload(_repeat(owners, txt_lengths, torch.int64)),
+        img_request=upload(_repeat(owners, img_lengths)),
+        txt_request=upload(_repeat(owners, txt_lengths)),
         img_to_joint=upload(_ranges(img_spans)),
         txt_to_joint=upload(_ranges(txt_spans)),
         rotary=RotaryTable(
@@ -206,7 +247,7 @@ def _ranges(spans: list[tuple[int, int]]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def _repeat(values: list[int] | list[float] | range, lengths: list[int], dtype: torch.dtype) -> Tensor:
-    """``values[i]`` repeated ``lengths[i]`` times."""
-    table = torch.tensor(list(values), dtype=dtype)
+def _repeat(values: list[int] | range, lengths: list[int]) -> Tensor:
+    """``values[i]`` repeated ``lengths[i]`` times, int64."""
+    table = torch.tensor(list(values), dtype=torch.int64)
     return table.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))

@@ -14,33 +14,85 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offline_diffusion.kernels.packed_ops import FP8_MAX, SMALLEST_MAX
+from offline_diffusion.kernels.packed_ops import SMALLEST_MAX, QuantFormat, Quantized
+
+SMALLEST = tl.constexpr(SMALLEST_MAX)
+ROUNDER = tl.constexpr(1.5 * 2**23)
+"""Added to a small float32 and taken away again, it rounds to the nearest integer, ties to even."""
 
 
 @triton.jit
-def _normed_row(x_ptr, shift_ptr, scale_ptr, index_ptr, stride_mod, eps, N, token, columns, mask):
-    """Layer norm and modulation of one token, float32; shift beyond the end is zero, and so is the row."""
-    x = tl.load(x_ptr + token * N + columns, mask=mask, other=0.0).to(tl.float32)
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _store_row(out, out_ptr, out_scale_ptr, token, columns, mask, N, QUANTIZE: tl.constexpr):
+    """One row of float32, zero beyond its end, as it is or in eight bits with its scale.
+
+    ``QUANTIZE`` is the format's largest value; 0 leaves the row as it is. Nothing exceeds that value by more
+    than a rounding, so nothing is clamped; a NaN makes the scale NaN and is not lost in integers.
+    """
+    if QUANTIZE:
+        largest = tl.maximum(tl.reduce(tl.abs(out), 0, _larger), SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(out_scale_ptr + token, largest / QUANTIZE)
+        out = out * (QUANTIZE / largest)
+        if out_ptr.dtype.element_ty == tl.int8:
+            out = (out + ROUNDER) - ROUNDER
+    tl.store(out_ptr + token * N + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _normed_row(x, shift_ptr, scale_ptr, row, eps, N, columns, mask):
+    """Layer norm and modulation of one row ``x`` of float32; zero beyond its end, as ``x`` is."""
     mean = tl.sum(x, axis=0) / N
     centred = tl.where(mask, x - mean, 0.0)
     variance = tl.sum(centred * centred, axis=0) / N
-    row = tl.load(index_ptr + token) * stride_mod
     shift = tl.load(shift_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
     return centred * tl.rsqrt(variance + eps) * (1.0 + scale) + shift
 
 
 @triton.jit
-def _norm_modulate(x_ptr, shift_ptr, scale_ptr, index_ptr, out_ptr, stride_mod, eps, N, BLOCK: tl.constexpr):
+def _norm_modulate(
+    x_ptr,
+    shift_ptr,
+    scale_ptr,
+    index_ptr,
+    out_ptr,
+    out_scale_ptr,
+    stride_mod,
+    eps,
+    N,
+    QUANTIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < N
-    out = _normed_row(x_ptr, shift_ptr, scale_ptr, index_ptr, stride_mod, eps, N, token, columns, mask)
-    tl.store(out_ptr + token * N + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+    x = tl.load(x_ptr + token * N + columns, mask=mask, other=0.0).to(tl.float32)
+    row = tl.load(index_ptr + token) * stride_mod
+    out = _normed_row(x, shift_ptr, scale_ptr, row, eps, N, columns, mask)
+    _store_row(out, out_ptr, out_scale_ptr, token, columns, mask, N, QUANTIZE)
 
 
 @triton.jit
-def _gate_residual(x_ptr, update_ptr, gate_ptr, index_ptr, out_ptr, stride_mod, N, BLOCK: tl.constexpr):
+def _gate_residual_norm(
+    x_ptr,
+    update_ptr,
+    gate_ptr,
+    shift_ptr,
+    scale_ptr,
+    index_ptr,
+    sum_ptr,
+    out_ptr,
+    out_scale_ptr,
+    stride_mod,
+    eps,
+    N,
+    QUANTIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < N
@@ -48,7 +100,73 @@ def _gate_residual(x_ptr, update_ptr, gate_ptr, index_ptr, out_ptr, stride_mod, 
     update = tl.load(update_ptr + token * N + columns, mask=mask, other=0.0).to(tl.float32)
     row = tl.load(index_ptr + token) * stride_mod
     gate = tl.load(gate_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + columns, (x + gate * update).to(out_ptr.dtype.element_ty), mask=mask)
+    summed = (x + gate * update).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + token * N + columns, summed, mask=mask)
+    out = _normed_row(summed.to(tl.float32), shift_ptr, scale_ptr, row, eps, N, columns, mask)
+    _store_row(out, out_ptr, out_scale_ptr, token, columns, mask, N, QUANTIZE)
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr,
+    rows_ptr,
+    out_ptr,
+    out_scale_ptr,
+    N,
+    GELU: tl.constexpr,
+    GATHER: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < N
+    source = tl.load(rows_ptr + token) if GATHER else token
+    x = tl.load(x_ptr + source * N + columns, mask=mask, other=0.0).to(tl.float32)
+    if GELU:  # 0.5 · x · (1 + tanh(u)) is x / (1 + 2^(-2u / ln 2)), with u = sqrt(2/π) · (x + 0.044715 · x³)
+        x = x / (1.0 + tl.exp2(x * (-2.302208198 - 0.1029432396 * x * x)))
+    _store_row(x, out_ptr, out_scale_ptr, token, columns, mask, N, QUANTIZE)
+
+
+@triton.jit
+def _guided_step(
+    latents_ptr,
+    pred_ptr,
+    owner_ptr,
+    negative_ptr,
+    guidance_ptr,
+    sigmas_ptr,
+    step_ptr,
+    num_tokens,
+    stride_sigmas,
+    C,
+    RESCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    exists = token < num_tokens
+    channel = tl.arange(0, BLOCK_C)[None, :]
+    mask = exists[:, None] & (channel < C)
+    owner = tl.load(owner_ptr + token, mask=exists, other=0)
+    negative_row = tl.load(negative_ptr + token, mask=exists, other=-1)
+    guided = negative_row[:, None] >= 0
+    offsets = token[:, None] * C + channel
+    positive = tl.load(pred_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    negative_offsets = negative_row[:, None] * C + channel
+    negative = tl.load(pred_ptr + negative_offsets, mask=mask & guided, other=0.0).to(tl.float32)
+    guidance = tl.load(guidance_ptr + owner, mask=exists, other=1.0)[:, None]
+    combined = negative + guidance * (positive - negative)
+    if RESCALE:
+        wanted = tl.sqrt(tl.sum(positive * positive, axis=1))[:, None]
+        found = tl.sqrt(tl.sum(combined * combined, axis=1))[:, None]
+        combined = combined * (wanted / tl.where(guided, found, 1.0))
+    combined = tl.where(guided, combined, positive)
+    sigma_ptr = sigmas_ptr + owner * stride_sigmas + tl.load(step_ptr + owner, mask=exists, other=0)
+    here = tl.load(sigma_ptr, mask=exists, other=0.0)
+    there = tl.load(sigma_ptr + 1, mask=exists, other=0.0)
+    latents = tl.load(latents_ptr + offsets, mask=mask, other=0.0)
+    tl.store(latents_ptr + offsets, latents + (there - here)[:, None] * combined, mask=mask)
 
 
 @triton.jit
@@ -110,105 +228,85 @@ def _scatter_qkv(
     tl.store(v_ptr + target * width + columns, v, mask=mask)
 
 
-@triton.jit
-def _store_quantized(
-    x, out_ptr, out_scale_ptr, token, columns, mask, N, FP8_MAX: tl.constexpr, SMALLEST: tl.constexpr
-):
-    """One row ``x`` of float32, zero beyond its end."""
-    scale = tl.maximum(tl.max(tl.abs(x), axis=0), SMALLEST) / FP8_MAX
-    values = tl.minimum(tl.maximum(x / scale, -FP8_MAX), FP8_MAX)
-    tl.store(out_ptr + token * N + columns, values.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_scale_ptr + token, scale)
-
-
-@triton.jit
-def _norm_modulate_quantized(
-    x_ptr,
-    shift_ptr,
-    scale_ptr,
-    index_ptr,
-    out_ptr,
-    out_scale_ptr,
-    stride_mod,
-    eps,
-    N,
-    FP8_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < N
-    out = _normed_row(x_ptr, shift_ptr, scale_ptr, index_ptr, stride_mod, eps, N, token, columns, mask)
-    _store_quantized(out, out_ptr, out_scale_ptr, token, columns, mask, N, FP8_MAX, SMALLEST)
-
-
-@triton.jit
-def _quantize_rows(
-    x_ptr,
-    out_ptr,
-    out_scale_ptr,
-    N,
-    GELU: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < N
-    x = tl.load(x_ptr + token * N + columns, mask=mask, other=0.0).to(tl.float32)
-    if GELU:  # x · sigmoid(2u) is 0.5 · x · (1 + tanh(u))
-        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        x = x * tl.sigmoid(2.0 * u)
-    _store_quantized(x, out_ptr, out_scale_ptr, token, columns, mask, N, FP8_MAX, SMALLEST)
-
-
-def norm_modulate_quantized(
-    x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """See ``packed_ops.norm_modulate_quantized``: values and scales."""
-    assert x.is_contiguous() and shift.stride() == scale.stride() and shift.stride(1) == 1
-    num_tokens, width = x.shape
-    out, out_scale = _quantized_like(x)
-    _launch(_norm_modulate_quantized, num_tokens, x, shift, scale, index, out, out_scale, shift.stride(0),
-            eps, width, FP8_MAX, SMALLEST_MAX, BLOCK=triton.next_power_of_2(width), num_warps=8)  # fmt: skip
-    return out, out_scale
-
-
-def quantize_rows(x: Tensor, *, gelu: bool) -> tuple[Tensor, Tensor]:
-    """See ``packed_ops.quantize_rows``: values and scales."""
-    assert x.is_contiguous()
-    num_tokens, width = x.shape
-    out, out_scale = _quantized_like(x)
-    _launch(_quantize_rows, num_tokens, x, out, out_scale, width, gelu, FP8_MAX, SMALLEST_MAX,
-            BLOCK=triton.next_power_of_2(width), num_warps=16 if width > 4096 else 8)  # fmt: skip
-    return out, out_scale
-
-
-def _quantized_like(x: Tensor) -> tuple[Tensor, Tensor]:
-    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    return out, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
-
-
-def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float) -> Tensor:
+def norm_modulate(
+    x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float, quantize: QuantFormat | None
+) -> Tensor | Quantized:
     """See ``packed_ops.norm_modulate``."""
-    assert x.is_contiguous() and shift.stride() == scale.stride() and shift.stride(1) == 1
-    out = torch.empty_like(x)
+    _check_rows(x, shift, scale)
     num_tokens, width = x.shape
-    _launch(_norm_modulate, num_tokens, x, shift, scale, index, out, shift.stride(0), eps, width,
-            BLOCK=triton.next_power_of_2(width), num_warps=8)  # fmt: skip
-    return out
+    out, out_scale = _out_like(x, num_tokens, quantize)
+    _launch(_norm_modulate, num_tokens, x, shift, scale, index, out, out_scale, shift.stride(0), eps, width,
+            QUANTIZE=_largest(quantize), BLOCK=triton.next_power_of_2(width), num_warps=4)  # fmt: skip
+    return Quantized(out, out_scale) if quantize else out
 
 
-def gate_residual(x: Tensor, update: Tensor, gate: Tensor, index: Tensor) -> Tensor:
-    """See ``packed_ops.gate_residual``."""
-    assert x.is_contiguous() and update.is_contiguous() and gate.stride(1) == 1
-    out = torch.empty_like(x)
+def gate_residual_norm(
+    x: Tensor,
+    update: Tensor,
+    gate: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    index: Tensor,
+    eps: float,
+    quantize: QuantFormat | None,
+) -> tuple[Tensor, Tensor | Quantized]:
+    """See ``packed_ops.gate_residual_norm``."""
+    _check_rows(x, gate, shift, scale)
+    assert update.is_contiguous()
     num_tokens, width = x.shape
-    _launch(_gate_residual, num_tokens, x, update, gate, index, out, gate.stride(0), width,
-            BLOCK=triton.next_power_of_2(width), num_warps=4)  # fmt: skip
-    return out
+    summed = torch.empty_like(x)
+    out, out_scale = _out_like(x, num_tokens, quantize)
+    _launch(_gate_residual_norm, num_tokens, x, update, gate, shift, scale, index, summed, out, out_scale,
+            gate.stride(0), eps, width, QUANTIZE=_largest(quantize), BLOCK=triton.next_power_of_2(width),
+            num_warps=4)  # fmt: skip
+    return summed, Quantized(out, out_scale) if quantize else out
+
+
+def quantize_rows(x: Tensor, quantize: QuantFormat, *, gelu: bool, rows: Tensor | None) -> Quantized:
+    """See ``packed_ops.quantize_rows``."""
+    assert x.is_contiguous()
+    width = x.shape[1]
+    num_tokens = x.shape[0] if rows is None else rows.shape[0]
+    out, out_scale = _out_like(x, num_tokens, quantize)
+    _launch(_quantize_rows, num_tokens, x, x if rows is None else rows, out, out_scale, width, gelu,
+            rows is not None, _largest(quantize), BLOCK=triton.next_power_of_2(width),
+            num_warps=8 if width > 4096 else 4)  # fmt: skip
+    return Quantized(out, out_scale)
+
+
+def _check_rows(x: Tensor, *tables: Tensor) -> None:
+    assert x.is_contiguous()
+    assert all(table.stride() == tables[0].stride() and table.stride(1) == 1 for table in tables)
+
+
+def _largest(quantize: QuantFormat | None) -> int:
+    return 0 if quantize is None else int(quantize.largest)
+
+
+def _out_like(x: Tensor, num_rows: int, quantize: QuantFormat | None) -> tuple[Tensor, Tensor]:
+    """Room for rows as wide as those of ``x``, and for their scales (unused where nothing is quantized)."""
+    out = torch.empty(num_rows, x.shape[1], dtype=quantize.dtype if quantize else x.dtype, device=x.device)
+    return out, torch.empty(num_rows, 1, dtype=torch.float32, device=x.device) if quantize else out
+
+
+def guided_step_(
+    latents: Tensor,
+    noise_pred: Tensor,
+    owner: Tensor,
+    negative_row: Tensor,
+    guidance: Tensor,
+    sigmas: Tensor,
+    step_index: Tensor,
+    *,
+    rescale: bool,
+) -> None:
+    """See ``packed_ops.guided_step_``."""
+    assert latents.is_contiguous() and noise_pred.is_contiguous()
+    num_tokens, channels = latents.shape
+    block = 16
+    _launch(_guided_step, triton.cdiv(num_tokens, block), latents, noise_pred, owner, negative_row, guidance,
+            sigmas, step_index, num_tokens, sigmas.stride(0), channels, RESCALE=rescale, BLOCK_T=block,
+            BLOCK_C=triton.next_power_of_2(channels), num_warps=4)  # fmt: skip
 
 
 def scatter_qkv(
@@ -229,6 +327,6 @@ def scatter_qkv(
             A_BLOCK=triton.next_power_of_2(num_heads), D=head_dim, num_warps=4)  # fmt: skip
 
 
-def _launch(kernel: Any, num_tokens: int, *args: Any, **options: Any) -> None:
-    if num_tokens:
-        kernel[(num_tokens,)](*args, **options)
+def _launch(kernel: Any, num_programs: int, *args: Any, **options: Any) -> None:
+    if num_programs:
+        kernel[(num_programs,)](*args, **options)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offline_diffusion.kernels.packed_ops import norm_modulate
+from offline_diffusion.kernels.packed_ops import QuantFormat, Quantized
 
 MIN_ROWS = 64
 """A row of a cuBLAS product is the same bits for every row count from this one up (see gpu tests)."""
@@ -33,6 +33,9 @@ class PackedLinear:
             weights become views of the fused one, so that memory holds them once.
     """
 
+    takes: QuantFormat | None = None
+    """Format in which it wants its input; None: as the stream is."""
+
     def __init__(self, *layers: nn.Linear) -> None:
         self._layers = layers
         if len(layers) == 1:
@@ -50,21 +53,21 @@ class PackedLinear:
             layer.weight.data = self.weight.new_empty(0)
         self.weight = self.weight.new_empty(0)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Quantized) -> Tensor:
         """``[T, in]`` → ``[T, out]``."""
+        assert isinstance(x, Tensor)
         if x.is_cuda:
             return F.linear(pad_rows(x, self.min_rows), self.weight, self.bias)[: x.shape[0]]
         return product_in_blocks(x, self.weight, self.bias)
 
-    def of_modulated(self, x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float) -> Tensor:
-        """The product of the normed and modulated rows, see ``packed_ops.norm_modulate``."""
-        return self(norm_modulate(x, shift, scale, index, eps))
+    def of_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The product of the rows ``rows`` ``[T]`` of ``x`` ``[S, in]``, in this order."""
+        return self(x.index_select(0, rows))
 
-    def feed_forward(
-        self, out: PackedLinear, x: Tensor, shift: Tensor, scale: Tensor, index: Tensor, eps: float
-    ) -> Tensor:
-        """``out`` of the GELU of this product of the normed and modulated rows."""
-        return out(self.gelu(norm_modulate(x, shift, scale, index, eps)))
+    def feed_forward(self, out: PackedLinear, x: Tensor | Quantized) -> Tensor:
+        """``out`` of the tanh-approximated GELU of this product."""
+        assert isinstance(x, Tensor)
+        return out(self.gelu(x))
 
     def gelu(self, x: Tensor) -> Tensor:
         """The product followed by tanh-approximated GELU: one kernel on a GPU, where cuBLAS fuses both."""

@@ -45,13 +45,13 @@ class RotaryTable:
 class PackedInput:
     """What a packed family's forward sees: two flat streams and how they fall into sequences.
 
-    All but ``latents`` and ``timesteps`` are set by ``PackedBatch`` when the composition changes
-    and stay; those two are new every step. T_img and T_txt count tokens over all sequences,
+    All but ``latents`` and ``conditioning`` are set by ``PackedBatch`` when the composition changes
+    and stay; those two are refilled in place every step. T_img and T_txt count tokens over all sequences,
     T_joint is their sum, R is the number of requests.
 
     Args:
         latents: ``[T_img, C]`` float32, noisy image tokens of every sequence.
-        timesteps: ``[R]`` float32, 0 … 1000.
+        conditioning: ``[R, …]``, what ``DiffusionModel.prepare_step`` made of the requests' timesteps.
         prompt_embeds: ``[T_txt, H]``, the text stream at the blocks' width.
         img_request: ``[T_img]`` int64, whose timestep an image token has.
         txt_request: ``[T_txt]`` int64, likewise for text tokens.
@@ -62,7 +62,7 @@ class PackedInput:
     """
 
     latents: Tensor
-    timesteps: Tensor
+    conditioning: Tensor
     prompt_embeds: Tensor
     img_request: Tensor
     txt_request: Tensor
@@ -119,6 +119,14 @@ class DiffusionModel(Protocol):
 
     def rotary_table(self, height: int, width: int, num_text_tokens: int) -> RotaryTable:
         """Angles of one sequence from the request's own shape in pixels."""
+        ...
+
+    def prepare_step(self, timesteps: Sequence[float], later: Iterable[float]) -> Tensor:
+        """What `denoise_step` needs of the requests' timesteps (0 … 1000), ``[R, …]``.
+
+        Host code and uploads belong here, none into `denoise_step`. ``later`` are the timesteps that will
+        be wanted next, the most urgent first.
+        """
         ...
 
     def denoise_step(self, batch: PackedInput) -> Tensor:

@@ -7,7 +7,7 @@ and that both guidance branches are sequences of the same forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,18 +18,29 @@ from torch import Tensor, nn
 from offline_diffusion.attention.backends import AttentionFunction, load_backend
 from offline_diffusion.errors import ModelError, UnsupportedModelError
 from offline_diffusion.kernels.linear import MIN_ROWS, PackedLinear, pad_rows
-from offline_diffusion.kernels.packed_ops import gate_residual, norm_modulate, scatter_qkv
+from offline_diffusion.kernels.packed_ops import (
+    QuantFormat,
+    Quantized,
+    gate_residual_norm,
+    norm_modulate,
+    scatter_qkv,
+)
 from offline_diffusion.models.base import GuidanceRule, PackedInput, RotaryTable, TokenizedPrompt
 from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.models.modulation import ModulationTable
 from offline_diffusion.models.qwen_image_text import BATCH_TOKENS, PromptEncoder
 from offline_diffusion.models.qwen_image_vae import ImageDecoder
 from offline_diffusion.request import Request
 
-LAYER_NORM_EPS = 1e-6
+EPS = 1e-6
+"""Of all layer norms."""
+
+Rows = Tensor | Quantized
+"""A stream's rows as the next product takes them."""
 
 
 Modulation = tuple[Tensor, ...]
-"""Shift, scale and gate of attention, then of the feed-forward: ``[R, H]`` each."""
+"""Shift, scale and gate of attention, then of the feed-forward, for every timestep: ``[slots, H]`` each."""
 
 
 class _Stream:
@@ -42,28 +53,41 @@ class _Stream:
         self.to_out = PackedLinear(to_out)
         self.mlp_in, self.mlp_out = PackedLinear(mlp.net[0].proj), PackedLinear(mlp.net[2])
 
+    def begin(self, x: Tensor, own: Modulation, index: Tensor) -> Rows:
+        """The stream ``x`` ``[T, H]`` as the first block's attention reads it; ``index`` ``[T]``: slots."""
+        return norm_modulate(x, own[0], own[1], index, EPS, self.to_qkv.takes)
+
     def qkv_into(
-        self,
-        out: tuple[Tensor, Tensor, Tensor],
-        x: Tensor,
-        modulation: Modulation,
-        index: Tensor,
-        to_joint: Tensor,
-        rotary: RotaryTable,
+        self, out: tuple[Tensor, Tensor, Tensor], h: Rows, to_joint: Tensor, rotary: RotaryTable
     ) -> None:
         """Writes the stream's q, k, v, normed and rotated, to their rows of ``out`` ``[T_joint, A, D]``."""
-        num_heads = out[0].shape[1]
-        qkv = self.to_qkv.of_modulated(x, modulation[0], modulation[1], index, LAYER_NORM_EPS)
-        qkv = qkv.unflatten(-1, (3, num_heads, -1))
+        qkv = self.to_qkv(h).unflatten(-1, (3, out[0].shape[1], -1))
         weights, eps = (self.norm_q.weight, self.norm_k.weight), self.norm_q.eps
         scatter_qkv(qkv, *weights, eps, to_joint, rotary.cos, rotary.sin, out)
 
-    def finish(self, x: Tensor, attn: Tensor, modulation: Modulation, index: Tensor) -> Tensor:
-        """The residuals after attention: its output, then the feed-forward's."""
-        x = gate_residual(x, self.to_out(attn), modulation[2], index)
-        _, _, _, shift, scale, gate = modulation
-        update = self.mlp_in.feed_forward(self.mlp_out, x, shift, scale, index, LAYER_NORM_EPS)
-        return gate_residual(x, update, gate, index)
+    def finish(
+        self,
+        x: Tensor,
+        update: Tensor,
+        own: Modulation,
+        following: tuple[Tensor, ...],
+        takes: QuantFormat | None,
+        index: Tensor,
+    ) -> tuple[Tensor, Rows]:
+        """From the attention's ``update`` to the next block: both residuals and the feed-forward between.
+
+        Args:
+            x, update: ``[T, H]``.
+            own: This block's modulation.
+            following: Shift and scale of what reads the stream next.
+            takes: The format in which that wants it.
+            index: ``[T]``, slot of each token.
+        """
+        _, _, gate, shift, scale, last_gate = own
+        x, h = gate_residual_norm(x, update, gate, shift, scale, index, EPS, self.mlp_in.takes)
+        update = self.mlp_in.feed_forward(self.mlp_out, h)
+        shift, scale = following
+        return gate_residual_norm(x, update, last_gate, shift, scale, index, EPS, takes)
 
 
 class _Block:
@@ -71,7 +95,6 @@ class _Block:
 
     def __init__(self, block: Any) -> None:
         attn = block.attn
-        self.num_heads = attn.heads
         self.img = _Stream(
             block.img_mod,
             [attn.to_q, attn.to_k, attn.to_v],
@@ -87,23 +110,15 @@ class _Block:
             block.txt_mlp,
         )
 
-    def __call__(
-        self, img: Tensor, txt: Tensor, temb: Tensor, batch: PackedInput, attend: AttentionFunction
-    ) -> tuple[Tensor, Tensor]:
-        """``img`` ``[T_img, H]``, ``txt`` ``[T_txt, H]``, ``temb`` ``[R, H]`` after its SiLU."""
-        img_mod = self.img.modulation(temb).chunk(6, dim=-1)
-        txt_mod = self.txt.modulation(temb).chunk(6, dim=-1)
-        shape = (img.shape[0] + txt.shape[0], self.num_heads, img.shape[1] // self.num_heads)
-        qkv = (img.new_empty(shape), img.new_empty(shape), img.new_empty(shape))
-        self.img.qkv_into(qkv, img, img_mod, batch.img_request, batch.img_to_joint, batch.rotary)
-        self.txt.qkv_into(qkv, txt, txt_mod, batch.txt_request, batch.txt_to_joint, batch.rotary)
-        joint = attend(*qkv, batch.attention).flatten(1)  # [T_joint, H]
-        img_attn = joint.index_select(0, batch.img_to_joint)
-        txt_attn = joint.index_select(0, batch.txt_to_joint)
-        return (
-            self.img.finish(img, img_attn, img_mod, batch.img_request),
-            self.txt.finish(txt, txt_attn, txt_mod, batch.txt_request),
-        )
+    def attention(
+        self, img: Rows, txt: Rows, shape: tuple[int, int, int], batch: PackedInput, attend: AttentionFunction
+    ) -> Tensor:
+        """Joint attention over all sequences, ``[T_joint, H]``; ``shape`` is that of q: T_joint, A, D."""
+        like = self.img.to_qkv.bias
+        q, k, v = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(3))
+        self.img.qkv_into((q, k, v), img, batch.img_to_joint, batch.rotary)
+        self.txt.qkv_into((q, k, v), txt, batch.txt_to_joint, batch.rotary)
+        return attend(q, k, v, batch.attention).flatten(1)
 
 
 class QwenImage:
@@ -139,6 +154,11 @@ class QwenImage:
         self._proj_out = PackedLinear(transformer.proj_out)
         embedder = transformer.time_text_embed.timestep_embedder
         self._time_in, self._time_out = PackedLinear(embedder.linear_1), PackedLinear(embedder.linear_2)
+        self._num_heads: int = transformer.config.num_attention_heads
+        self._table = ModulationTable(
+            (12 * len(self._blocks) + 2) * transformer.inner_dim, self._modulation_rows, self.dtype, device
+        )
+        self._views: tuple[Tensor, list[Modulation], tuple[Tensor, Tensor]] | None = None
         # Without the language head, whose logits nobody reads. A CPU gains nothing from company.
         self._prompt_encoder = PromptEncoder(
             pipeline.text_encoder.model.language_model, device, BATCH_TOKENS if device.type == "cuda" else 1
@@ -243,15 +263,55 @@ class QwenImage:
 
     # --- every step --------------------------------------------------------------------------
 
+    def prepare_step(self, timesteps: Sequence[float], later: Iterable[float]) -> Tensor:
+        """``[R]`` int64: each request's row in the table of modulations."""
+        return self._table.slots(timesteps, later)
+
     def denoise_step(self, batch: PackedInput) -> Tensor:
         """One forward over all sequences, ``[T_img, C]``."""
-        temb = F.silu(self._time_embedding(pad_rows(batch.timesteps, MIN_ROWS)))  # padded once for all blocks
-        img = self._img_in(batch.latents.to(self.dtype))
-        txt = batch.prompt_embeds
+        img_slot = batch.conditioning.index_select(0, batch.img_request)
+        txt_slot = batch.conditioning.index_select(0, batch.txt_request)
+        modulations, last = self._modulations()
+        img, txt = self._img_in(batch.latents.to(self.dtype)), batch.prompt_embeds
+        img_h = self._blocks[0].img.begin(img, modulations[0], img_slot)
+        txt_h = self._blocks[0].txt.begin(txt, modulations[1], txt_slot)
+        shape = (img.shape[0] + txt.shape[0], self._num_heads, img.shape[1] // self._num_heads)
+        for index, block in enumerate(self._blocks[:-1]):
+            own_img, own_txt, next_img, next_txt = modulations[2 * index : 2 * index + 4]
+            following = self._blocks[index + 1]
+            joint = block.attention(img_h, txt_h, shape, batch, self._attend)
+            update = block.img.to_out.of_rows(joint, batch.img_to_joint)
+            img, img_h = block.img.finish(
+                img, update, own_img, next_img[:2], following.img.to_qkv.takes, img_slot
+            )
+            update = block.txt.to_out.of_rows(joint, batch.txt_to_joint)
+            txt, txt_h = block.txt.finish(
+                txt, update, own_txt, next_txt[:2], following.txt.to_qkv.takes, txt_slot
+            )
+        block = self._blocks[-1]  # after its attention nobody reads the text any more
+        joint = block.attention(img_h, txt_h, shape, batch, self._attend)
+        update = block.img.to_out.of_rows(joint, batch.img_to_joint)
+        _, img_h = block.img.finish(img, update, modulations[-2], last, self._proj_out.takes, img_slot)
+        return self._proj_out(img_h)
+
+    def _modulations(self) -> tuple[list[Modulation], tuple[Tensor, Tensor]]:
+        """Views of the table: each block's image and text modulation; shift and scale of the last norm."""
+        rows = self._table.rows
+        if self._views is None or self._views[0] is not rows:
+            width = self._transformer.inner_dim
+            *parts, scale, shift = rows.split(width, dim=1)
+            groups = [tuple(parts[start : start + 6]) for start in range(0, len(parts), 6)]
+            self._views = rows, groups, (shift, scale)
+        return self._views[1:]
+
+    def _modulation_rows(self, timesteps: Tensor) -> Iterator[Tensor]:
+        """The columns of the table, ``[n]`` → ``[n, …]`` each; see `_modulations` for their order."""
+        num_rows = timesteps.shape[0]
+        temb = F.silu(self._time_embedding(pad_rows(timesteps, MIN_ROWS)))  # padded once for all blocks
         for block in self._blocks:
-            img, txt = block(img, txt, temb, batch, self._attend)
-        scale, shift = self._norm_out(temb).chunk(2, dim=-1)
-        return self._proj_out(norm_modulate(img, shift, scale, batch.img_request, LAYER_NORM_EPS))
+            yield block.img.modulation(temb)[:num_rows]
+            yield block.txt.modulation(temb)[:num_rows]
+        yield self._norm_out(temb)[:num_rows]
 
     def _time_embedding(self, timesteps: Tensor) -> Tensor:
         """``[R]`` → ``[R, H]``; the model takes timesteps from 0 to 1, rounded to its dtype."""

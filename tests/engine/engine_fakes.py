@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class FakeModel:
         self.encode_calls: list[list[str]] = []
         self.encode_rows = 4
         self.num_rotary = 0
+        self.later: list[float] = []
         self.on_tokenize: Callable[[str], None] = _nothing
         self.on_encode: Callable[[str], None] = _nothing
         self.on_denoise: Callable[[PackedInput], None] = _nothing
@@ -95,6 +96,10 @@ class FakeModel:
         num_tokens = self.capabilities.num_image_tokens(height, width) + num_text_tokens
         return RotaryTable(torch.ones(num_tokens, 1), torch.zeros(num_tokens, 1))
 
+    def prepare_step(self, timesteps: Sequence[float], later: Iterable[float]) -> Tensor:
+        self.later = list(later)
+        return torch.tensor(timesteps)
+
     def denoise_step(self, batch: PackedInput) -> Tensor:
         self.on_denoise(batch)
         starts = batch.attention.cu_seqlens[1:].long()
@@ -102,7 +107,7 @@ class FakeModel:
         own_img = torch.searchsorted(starts, batch.img_to_joint, right=True)
         sums = torch.zeros(len(starts)).index_add(0, own_txt, batch.prompt_embeds.squeeze(1))
         means = sums / torch.bincount(own_txt, minlength=len(starts))
-        times = batch.timesteps[batch.img_request] / 1000
+        times = batch.conditioning[batch.img_request] / 1000
         return batch.latents / 2 + (means[own_img] + times).unsqueeze(1)
 
     def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:

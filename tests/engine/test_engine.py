@@ -233,7 +233,7 @@ def test_no_step_has_more_tokens_than_the_budget_but_for_a_lone_request() -> Non
     packs: list[tuple[int, int]] = []
 
     def look(batch: PackedInput) -> None:
-        packs.append((num_joint_tokens(batch), len(batch.timesteps)))
+        packs.append((num_joint_tokens(batch), len(batch.conditioning)))
 
     model.on_denoise = look
     list(make_engine(model, max_num_batched_tokens=60).generate(random_requests(5)))
@@ -255,7 +255,7 @@ def test_both_branches_of_unlike_requests_share_a_forward() -> None:
     assert first.attention.seqlens == (3 + 3, 2 + 4, 4 + 3)
     assert first.attention.cu_seqlens.tolist() == [0, 6, 12, 19]
     assert first.attention.max_seqlen == 7
-    assert first.timesteps.tolist() == [750.0, 500.0]  # refreshed since: those of the last common step
+    assert first.conditioning.tolist() == [750.0, 500.0]  # refreshed since: those of the last common step
     assert first.txt_request.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0]
     assert first.img_request.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
     assert first.txt_to_joint.tolist() == [0, 1, 2, 6, 7, 12, 13, 14, 15]

@@ -129,7 +129,7 @@ def test_finished_and_failed_are_counted() -> None:
 def test_request_mode_steps_like_requests_together() -> None:
     model = FakeModel()
     sizes: list[int] = []
-    model.on_denoise = lambda batch: sizes.append(len(batch.timesteps))
+    model.on_denoise = lambda batch: sizes.append(len(batch.conditioning))
     requests = [make_request(str(n), num_inference_steps=3 + n % 2) for n in range(6)]
     list(make_engine(model, step_execution=False, max_num_seqs=2).generate(requests))
     # like ones in twos: 0 and 2 (3 steps), 1 and 3 (4 steps), then 4, 5 alone

@@ -51,7 +51,9 @@ def test_stepping_packs_of_those_left_gives_every_row_its_own_answer(requests: l
     while left:
         batch = PackedBatch.build(left, model)
         assert batch.num_seqs == sum(1 + own.request.cfg_active for own in left)
-        batch.step_scheduler(model.denoise_step(batch.refresh()), model)
+        batch.refresh(model)
+        batch.step_scheduler(batch.forward(model), model)
+        batch.advance()
         batch.release()
         left = [own for own in left if own.step_index < own.request.num_inference_steps]
     for own in prepared:
@@ -63,13 +65,15 @@ def test_stepping_packs_of_those_left_gives_every_row_its_own_answer(requests: l
 def test_index_maps_cover_every_token_once(requests: list[Request]) -> None:
     model = FakeModel()
     batch = PackedBatch.build([prepare(model, request) for request in requests], model)
-    packed = batch.refresh()
+    batch.refresh(model)
+    batch.forward(model)
+    packed = batch.model_input
     joint = torch.cat((packed.img_to_joint, packed.txt_to_joint)).sort().values
     assert torch.equal(joint, torch.arange(len(joint)))
     assert len(joint) == sum(packed.attention.seqlens) == len(packed.rotary.cos)
     assert torch.equal(packed.latents, batch.latents[batch.img_source])
     assert torch.equal(batch.owner[batch.img_source], packed.img_request)
-    assert len(packed.timesteps) == len(requests)
+    assert len(packed.conditioning) == len(requests)
 
 
 def test_building_and_stepping_leave_the_requests_latents_alone() -> None:
@@ -77,7 +81,7 @@ def test_building_and_stepping_leave_the_requests_latents_alone() -> None:
     prepared = prepare(model, make_request("a"))
     before = prepared.latents.clone()
     batch = PackedBatch.build([prepared], model)
-    batch.step_scheduler(model.denoise_step(batch.refresh()), model)
+    batch.step_scheduler(batch.forward(model), model)
     assert torch.equal(prepared.latents, before)
     batch.release()
     assert not torch.equal(prepared.latents, before)

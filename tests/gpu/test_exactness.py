@@ -3,94 +3,45 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from compositions import forward, pixels, prepare, prepared_composition, random_job, random_request
 
+from offline_diffusion.accel.graphs import StepRecorder
 from offline_diffusion.attention.backends import available_backends, load_backend
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.engine import Engine
 from offline_diffusion.engine.model_runner import ModelRunner
-from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
-from offline_diffusion.request import Request
 
 pytestmark = pytest.mark.gpu
 
-NUM_COMPOSITIONS = 20
-SIZES = [(256, 256), (512, 512), (256, 768), (384, 640), (64, 64), (1024, 1024), (80, 176), (768, 512)]
-
-
-def _random_request(rng: random.Random, name: str) -> Request:
-    height, width = rng.choice(SIZES)
-    words = ["storm", "lamp", "violet", "river", "seven", "quiet", "engines", "☂", "雨", "under", "glass"]
-    return Request(
-        request_id=name,
-        prompt=" ".join(rng.choices(words, k=rng.choice([1, 5, 30, 120]))),
-        negative_prompt=rng.choice([None, "", "blurry, low quality"]),
-        height=height,
-        width=width,
-        num_inference_steps=rng.choice([2, 3, 5, 8]),
-        true_cfg_scale=rng.choice([1.0, 2.0, 7.5]),
-        seed=rng.getrandbits(64),
-    )
-
-
-def _prepare(runner: ModelRunner, request: Request, step_index: int) -> PreparedRequest:
-    model = runner.model
-    negative = model.tokenize(request.negative_prompt or "") if request.cfg_active else None
-    prepared = runner.prepare(request, model.tokenize(request.prompt), negative)
-    prepared.step_index = step_index
-    return prepared
-
-
-def _forward(model: Any, requests: list[PreparedRequest]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Per request: its branches' noise predictions, and its latents after one step."""
-    batch = PackedBatch.build(requests, model)
-    noise_pred = model.denoise_step(batch.refresh())
-    batch.step_scheduler(noise_pred, model)
-    batch.release()
-    lengths = [request.num_image_tokens for request in requests]
-    guided = [request for request in requests if request.negative_embeds is not None]
-    parts = noise_pred.split(lengths + [request.num_image_tokens for request in guided])
-    negatives = dict(zip([id(request) for request in guided], parts[len(requests) :], strict=True))
-    preds = []
-    for request, positive in zip(requests, parts, strict=False):
-        own = [positive] + ([negatives[id(request)]] if id(request) in negatives else [])
-        preds.append(torch.cat(own))
-    return preds, [request.latents for request in requests]
+NUM_COMPOSITIONS = 50
+NUM_JOBS = 20
 
 
 @pytest.mark.parametrize("composition", range(NUM_COMPOSITIONS))
 @torch.inference_mode()
 def test_noise_prediction_and_latents_do_not_depend_on_company(gpu_model: Any, composition: int) -> None:
-    rng = random.Random(composition)
-    runner = ModelRunner(gpu_model)
-    requests = [_random_request(rng, str(index)) for index in range(rng.choice([2, 3, 5, 9]))]
-    steps = [rng.randrange(request.num_inference_steps) for request in requests]
-    packed = [_prepare(runner, request, step) for request, step in zip(requests, steps, strict=True)]
-    preds, latents = _forward(gpu_model, packed)
-    for index, (request, step) in enumerate(zip(requests, steps, strict=True)):
-        alone_pred, alone_latents = _forward(gpu_model, [_prepare(ModelRunner(gpu_model), request, step)])
-        assert preds[index].isfinite().all()
-        assert torch.equal(preds[index], alone_pred[0]), (composition, index, request)
-        assert torch.equal(latents[index], alone_latents[0]), (composition, index, request)
+    prepared = prepared_composition(gpu_model, composition)
+    for index, (request, packed) in enumerate(zip(prepared, forward(gpu_model, prepared), strict=True)):
+        (alone,) = forward(gpu_model, [prepare(ModelRunner(gpu_model), request.request, request.step_index)])
+        assert packed.noise_pred.isfinite().all()
+        assert torch.equal(packed.noise_pred, alone.noise_pred), (composition, index, request.request)
+        assert torch.equal(packed.latents, alone.latents), (composition, index, request.request)
 
 
-@pytest.mark.parametrize("composition", range(NUM_COMPOSITIONS))
+@pytest.mark.parametrize("composition", range(NUM_JOBS))
 def test_pixels_do_not_depend_on_company(gpu_model: Any, composition: int) -> None:
     """Whole runs: requests join and leave, decode and copy go on beside the steps."""
-    rng = random.Random(1000 + composition)
-    requests = [_random_request(rng, str(index)) for index in range(rng.choice([3, 4, 6]))]
-    many = Engine(gpu_model, EngineConfig(max_num_seqs=5, max_num_batched_tokens=rng.choice([9_000, 16_000])))
+    requests = random_job(1000 + composition)
+    budget = [9_000, 16_000][composition % 2]
+    many = Engine(gpu_model, EngineConfig(max_num_seqs=5, max_num_batched_tokens=budget))
     one = Engine(gpu_model, EngineConfig(max_num_seqs=1))
-    packed = {output.request_id: output for output in many.generate(requests)}
-    alone = {output.request_id: output for output in one.generate(requests)}
-    for request in requests:
-        a, b = packed[request.request_id].pixels, alone[request.request_id].pixels
-        assert a is not None
-        assert b is not None
+    for request, a, b in zip(requests, pixels(many, requests), pixels(one, requests), strict=True):
         assert np.array_equal(a, b), request
         assert a.std() > 1
 
@@ -99,13 +50,32 @@ def test_pixels_do_not_depend_on_company(gpu_model: Any, composition: int) -> No
 def test_no_host_sync_between_compositions(gpu_model: Any) -> None:
     rng = random.Random(3)
     runner = ModelRunner(gpu_model)
-    packed = [_prepare(runner, _random_request(rng, str(index)), 0) for index in range(3)]
-    runner.denoise(packed)
+    packed = [prepare(runner, random_request(rng, str(index))) for index in range(3)]
+    for _ in range(2):  # a small pack would be recorded now
+        runner.denoise(packed)
     torch.cuda.set_sync_debug_mode("error")
     try:
         runner.denoise(packed)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.inference_mode()
+def test_a_recorded_step_is_the_step(gpu_model: Any) -> None:
+    request = replace(random_request(random.Random(5), "0", [(256, 256)]), num_inference_steps=8)
+    latents = []
+    for records in (True, False):
+        runner = ModelRunner(gpu_model)
+        if not records:
+            runner._recorder = StepRecorder(torch.device("cpu"))
+        prepared = prepare(runner, request)
+        for _ in range(8):
+            runner.denoise([prepared])
+        assert (runner._batch.replay is not None) == records
+        runner.drop_batch()
+        latents.append(prepared.latents.clone())
+    assert latents[0].isfinite().all()
+    assert torch.equal(*latents)
 
 
 @pytest.mark.parametrize("name", ["fa3", "torch_varlen", "flash_attn"])

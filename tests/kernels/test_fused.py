@@ -13,9 +13,14 @@ if DEVICE == "cpu":
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-from offline_diffusion.kernels import fused  # noqa: E402
+from offline_diffusion.kernels import fused, packed_ops  # noqa: E402
+from offline_diffusion.kernels.int8 import int8_product  # noqa: E402
+from offline_diffusion.kernels.packed_ops import FP8, INT8, QuantFormat, Quantized  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
+needs_fp8 = pytest.mark.skipif(
+    DEVICE == "cpu", reason="Triton's interpreter rounds 126.5 to 64 in e4m3: it drops the carry"
+)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -32,27 +37,70 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def _modulated(
+    x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, index: torch.Tensor
+) -> torch.Tensor:
+    """Layer norm and modulation in float64."""
+    wide = x.double()
+    normed = (wide - wide.mean(1, keepdim=True)) / (wide.var(1, keepdim=True, correction=0) + 1e-6).sqrt()
+    return normed * (1 + scale.double()[index]) + shift.double()[index]
+
+
+def _restored(rows: Quantized) -> torch.Tensor:
+    return rows.values.double() * rows.scale.double()
+
+
+FORMATS = [INT8, pytest.param(FP8, marks=needs_fp8)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 96, 3072])
 def test_norm_modulate(dtype: torch.dtype, width: int) -> None:
     x = _randn(9, width, dtype=dtype) * 3 + 5
     mods = _randn(4, 6 * width, dtype=dtype).chunk(6, dim=-1)  # strided rows, as in the model
     index = torch.tensor([0, 3, 3, 1, 2, 0, 1, 3, 2], device=DEVICE)
-    out = fused.norm_modulate(x, mods[0], mods[1], index, 1e-6)
-    wide = x.double()
-    normed = (wide - wide.mean(1, keepdim=True)) / (wide.var(1, keepdim=True, correction=0) + 1e-6).sqrt()
-    expected = normed * (1 + mods[1].double()[index]) + mods[0].double()[index]
+    out = fused.norm_modulate(x, mods[0], mods[1], index, 1e-6, None)
     assert out.dtype == dtype
-    assert _error(out, expected) < TOLERANCE[dtype]
+    assert _error(out, _modulated(x, mods[0], mods[1], index)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gate_residual(dtype: torch.dtype) -> None:
-    x, update = _randn(7, 96, dtype=dtype), _randn(7, 96, dtype=dtype)
-    gate = _randn(3, 6 * 96, dtype=dtype).chunk(6, dim=-1)[2]
+@pytest.mark.parametrize("quantize", FORMATS)
+def test_norm_modulate_quantized(dtype: torch.dtype, quantize: QuantFormat) -> None:
+    x = _randn(9, 96, dtype=dtype) * 3 + 5
+    mods = _randn(4, 6 * 96, dtype=dtype).chunk(6, dim=-1)
+    index = torch.tensor([0, 3, 3, 1, 2, 0, 1, 3, 2], device=DEVICE)
+    out = fused.norm_modulate(x, mods[0], mods[1], index, 1e-6, quantize)
+    expected = _modulated(x, mods[0], mods[1], index)
+    assert out.values.dtype == quantize.dtype
+    assert _error(_restored(out), expected) < (0.04 if quantize is FP8 else 0.012)
+    largest = expected.abs().amax(1, keepdim=True)
+    assert torch.allclose(out.scale.double(), largest / quantize.largest, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [96, 3072])
+def test_gate_residual_norm(dtype: torch.dtype, width: int) -> None:
+    x, update = _randn(7, width, dtype=dtype), _randn(7, width, dtype=dtype)
+    mods = _randn(3, 6 * width, dtype=dtype).chunk(6, dim=-1)
     index = torch.tensor([2, 0, 0, 1, 2, 1, 1], device=DEVICE)
-    expected = x.double() + gate.double()[index] * update.double()
-    assert _error(fused.gate_residual(x, update, gate, index), expected) < TOLERANCE[dtype]
+    summed, out = fused.gate_residual_norm(x, update, mods[2], mods[3], mods[4], index, 1e-6, None)
+    expected = x.double() + mods[2].double()[index] * update.double()
+    assert summed.dtype == out.dtype == dtype
+    assert _error(summed, expected) < TOLERANCE[dtype]
+    # the norm is of the sum as it is stored, so that it is what a reader of the sum would compute
+    assert _error(out, _modulated(summed, mods[3], mods[4], index)) < TOLERANCE[dtype]
+    assert torch.equal(out, fused.norm_modulate(summed, mods[3], mods[4], index, 1e-6, None))
+
+
+@pytest.mark.parametrize("quantize", FORMATS)
+def test_gate_residual_norm_quantized(quantize: QuantFormat) -> None:
+    x, update = _randn(7, 96, dtype=torch.bfloat16), _randn(7, 96, dtype=torch.bfloat16)
+    mods = _randn(3, 6 * 96, dtype=torch.bfloat16).chunk(6, dim=-1)
+    index = torch.tensor([2, 0, 0, 1, 2, 1, 1], device=DEVICE)
+    summed, out = fused.gate_residual_norm(x, update, mods[2], mods[3], mods[4], index, 1e-6, quantize)
+    expected = _modulated(summed, mods[3], mods[4], index)
+    assert _error(_restored(out), expected) < (0.04 if quantize is FP8 else 0.012)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,45 +126,76 @@ def test_scatter_qkv(dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
 
 
 def test_no_tokens_is_no_launch() -> None:
-    empty = _randn(0, 64, dtype=torch.float32)
+    empty, mods = _randn(0, 64, dtype=torch.float32), _randn(1, 64, dtype=torch.float32)
     index = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    assert fused.gate_residual(empty, empty, _randn(1, 64, dtype=torch.float32), index).shape == (0, 64)
+    summed, out = fused.gate_residual_norm(empty, empty, mods, mods, mods, index, 1e-6, None)
+    assert summed.shape == out.shape == (0, 64)
 
 
-needs_fp8 = pytest.mark.skipif(
-    DEVICE == "cpu", reason="Triton's interpreter rounds 126.5 to 64 in e4m3: it drops the carry"
-)
-
-
-@needs_fp8
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of -2e12 is 0, as it should be
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quantize", FORMATS)
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("width", [96, 12_288])
-def test_quantize_rows(dtype: torch.dtype, gelu: bool, width: int) -> None:
-    x = _randn(5, width, dtype=dtype) * torch.tensor([1, 1e-3, 30, 0, 1e4], device=DEVICE).unsqueeze(1).to(
-        dtype
-    )
-    values, scale = fused.quantize_rows(x, gelu=gelu)
+def test_quantize_rows(dtype: torch.dtype, quantize: QuantFormat, gelu: bool, width: int) -> None:
+    sizes = torch.tensor([1, 1e-3, 30, 0, 1e4], device=DEVICE).unsqueeze(1).to(dtype)
+    x = _randn(5, width, dtype=dtype) * sizes
+    out = fused.quantize_rows(x, quantize, gelu=gelu, rows=None)
     wide = x.double()
     expected = torch.nn.functional.gelu(wide, approximate="tanh") if gelu else wide
-    restored = values.double() * scale.double()
+    restored = _restored(out)
     largest = expected.abs().amax(1, keepdim=True)
-    # e4m3 keeps 3 bits of the mantissa: half a step is 1/16 of a value, or of the smallest normal one
-    assert bool(((restored - expected).abs() <= expected.abs() / 16 + largest * 2**-15 + 1e-9).all())
-    assert values.dtype == torch.float8_e4m3fn
-    assert torch.allclose(scale.double(), largest.clamp_min(1e-12) / 448, rtol=1e-5, atol=0)
+    # Half a step: of e4m3's 3 bits 1/16 of a value or of the smallest normal one; of int8 1/254 of the row's.
+    step = expected.abs() / 16 + largest * 2**-15 if quantize is FP8 else largest / 254 * 1.001
+    assert bool(((restored - expected).abs() <= step + 1e-9).all())
+    assert out.values.dtype == quantize.dtype
+    wanted = largest.clamp_min(1e-12) / quantize.largest
+    assert torch.allclose(out.scale.double(), wanted, rtol=1e-5, atol=0)
     assert bool((restored[3] == 0).all())
 
 
-@needs_fp8
+def test_int8_rounds_ties_to_even() -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -3.5]], device=DEVICE)
+    out = fused.quantize_rows(x, INT8, gelu=False, rows=None)
+    assert out.values.tolist() == [[127, 0, 2, 2, 0, -2, 126, -4]]
+
+
+@pytest.mark.parametrize("quantize", FORMATS)
+def test_quantize_rows_takes_the_rows_asked_for(quantize: QuantFormat) -> None:
+    x = _randn(9, 96, dtype=torch.bfloat16)
+    rows = torch.tensor([8, 0, 0, 5], device=DEVICE)
+    out = fused.quantize_rows(x, quantize, gelu=False, rows=rows)
+    whole = fused.quantize_rows(x[rows].contiguous(), quantize, gelu=False, rows=None)
+    assert torch.equal(out.values.view(torch.int8), whole.values.view(torch.int8))
+    assert torch.equal(out.scale, whole.scale)
+
+
+@pytest.mark.parametrize("rescale", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_modulate_quantized_is_both_in_turn(dtype: torch.dtype) -> None:
-    x = _randn(9, 96, dtype=dtype) * 3 + 5
-    mods = _randn(4, 6 * 96, dtype=dtype).chunk(6, dim=-1)
-    index = torch.tensor([0, 3, 3, 1, 2, 0, 1, 3, 2], device=DEVICE)
-    values, scale = fused.norm_modulate_quantized(x, mods[0], mods[1], index, 1e-6)
-    wide = x.double()
-    normed = (wide - wide.mean(1, keepdim=True)) / (wide.var(1, keepdim=True, correction=0) + 1e-6).sqrt()
-    expected = normed * (1 + mods[1].double()[index]) + mods[0].double()[index]
-    assert _error(values.double() * scale.double(), expected) < 0.04
-    assert torch.allclose(scale.double(), expected.abs().amax(1, keepdim=True) / 448, rtol=1e-3)
+def test_guided_step_is_its_plain_twin(dtype: torch.dtype, rescale: bool) -> None:
+    """The twin is held against diffusers and numpy in test_guided_step."""
+    num_tokens, channels = 37, 6
+    latents = _randn(num_tokens, channels, dtype=torch.float32)
+    pred = _randn(num_tokens + 20, channels, dtype=dtype)
+    owner = torch.randint(0, 3, (num_tokens,))
+    negative_row = torch.full((num_tokens,), -1)
+    negative_row[torch.randperm(num_tokens)[:20]] = torch.arange(num_tokens, num_tokens + 20)
+    tables = torch.tensor([1.0, 4.0, 0.5]), torch.rand(3, 5).sort(1, descending=True).values
+    args = [owner, negative_row, *tables, torch.tensor([0, 3, 1])]
+    expected = latents.cpu().clone()
+    packed_ops.guided_step_(expected, pred.cpu(), *args, rescale=rescale)
+    fused.guided_step_(latents, pred, *(arg.to(DEVICE) for arg in args), rescale=rescale)
+    assert torch.allclose(latents.cpu(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_rows", "columns", "inner"), [(5, 40, 96), (130, 300, 160), (700, 64, 128)])
+def test_int8_product_is_exact(num_rows: int, columns: int, inner: int) -> None:
+    values = torch.randint(-127, 128, (num_rows, inner), dtype=torch.int8, device=DEVICE)
+    weight = torch.randint(-127, 128, (columns, inner), dtype=torch.int8, device=DEVICE)
+    scale, weight_scale = torch.rand(num_rows, 1, device=DEVICE), torch.rand(1, columns, device=DEVICE)
+    bias = torch.randn(columns, device=DEVICE)
+    out = int8_product(values, weight, scale, weight_scale, bias)
+    sums = values.cpu().long() @ weight.cpu().long().t()
+    expected = sums.double() * scale.cpu().double() * weight_scale.cpu().double() + bias.cpu().double()
+    assert torch.allclose(out.cpu().double(), expected, rtol=1e-6, atol=1e-2)
+    assert torch.equal(int8_product(values[3:5], weight, scale[3:5], weight_scale, bias), out[3:5])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from offline_diffusion.kernels.packed_ops import gate_residual, norm_modulate, rotate, scatter_qkv
+from offline_diffusion.kernels.packed_ops import gate_residual_norm, norm_modulate, rotate, scatter_qkv
 
 indices = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
@@ -30,12 +30,15 @@ def test_norm_modulate_uses_each_tokens_own_request(index: list[int], seed: int)
 
 
 @given(indices, st.integers(0, 99))
-def test_gate_residual_uses_each_tokens_own_request(index: list[int], seed: int) -> None:
+def test_gate_residual_norm_uses_each_tokens_own_request(index: list[int], seed: int) -> None:
     x, update = randn(len(index), 8, seed=seed), randn(len(index), 8, seed=seed + 1)
-    gate = randn(4, 8, seed=seed + 2)
-    out = gate_residual(x, update, gate, torch.tensor(index))
+    gate, shift, scale = (randn(4, 8, seed=seed + 2 + n) for n in range(3))
+    summed, normed = gate_residual_norm(x, update, gate, shift, scale, torch.tensor(index), 1e-6)
+    norm = nn.LayerNorm(8, elementwise_affine=False, eps=1e-6)
     for row, request in enumerate(index):
-        assert torch.allclose(out[row], x[row] + gate[request] * update[row], atol=1e-6)
+        expected = x[row] + gate[request] * update[row]
+        assert torch.allclose(summed[row], expected, atol=1e-6)
+        assert torch.allclose(normed[row], norm(expected) * (1 + scale[request]) + shift[request], atol=1e-4)
 
 
 def test_rotate_is_diffusers_rotation() -> None:

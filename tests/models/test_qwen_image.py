@@ -99,7 +99,7 @@ def prepare(model: Any, row: Request, step_index: int) -> PreparedRequest:
 @torch.inference_mode()
 def predict(model: Any, batch: PackedBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The positive predictions of all requests, then the negative ones of those that are guided."""
-    noise_pred = model.denoise_step(batch.refresh())
+    noise_pred = batch.forward(model)
     lengths = [request.num_image_tokens for request in batch.requests]
     guided = [r.num_image_tokens for r in batch.requests if r.negative_embeds is not None]
     parts = noise_pred.split(lengths + guided)
