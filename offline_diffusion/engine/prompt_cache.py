@@ -69,7 +69,7 @@ class PromptCache:
         return streams, seconds
 
     def clear(self) -> None:
-        """Forgets what is encoded."""
+        """Forgets what is encoded, and which batches failed: memory may have been at fault."""
         self._encoded.clear()
         self._alone.clear()
         self._num_tokens = 0

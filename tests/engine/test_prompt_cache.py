@@ -159,6 +159,16 @@ def test_a_failed_branch_leaves_the_other_to_the_next_request(cache: PromptCache
     assert get(cache, "b", "negative") == ["b", "negative"]
 
 
+def test_after_clearing_prompts_go_together_again(cache: PromptCache, model: FakeModel) -> None:
+    model.on_encode = fail_on("b")
+    cache.expect(tokenize("ab"))
+    get(cache, "a")
+    cache.clear()
+    model.on_encode = fail_on("nothing")
+    assert get(cache, "a", "b") == ["a", "b"]
+    assert model.encode_calls == [["a", "b"], ["a"], ["a", "b"]]
+
+
 # --- what is kept -----------------------------------------------------------------------------------
 
 
