@@ -97,10 +97,10 @@ class FailingModel:
             self._to_fail.add(tokens.input_ids)
         return tokens
 
-    def prepare_encode(self, prompt: Any) -> Any:
-        if prompt.input_ids in self._to_fail:
+    def prepare_encode(self, prompts: Any) -> Any:
+        if any(prompt.input_ids in self._to_fail for prompt in prompts):
             raise RuntimeError("a made-up encoder fault")
-        return self._model.prepare_encode(prompt)
+        return self._model.prepare_encode(prompts)
 
     def prepare_latents(self, request: Any) -> torch.Tensor:
         latents = self._model.prepare_latents(request)

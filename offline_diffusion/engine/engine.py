@@ -61,7 +61,7 @@ class Engine:
         self, model: DiffusionModel, config: EngineConfig, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.model = model
-        self.runner = ModelRunner(model)
+        self.runner = ModelRunner(model, clock)
         self.stats = EngineStats()
         self.limits = measure_limits(model)
         self.scheduler = Scheduler(
@@ -118,6 +118,7 @@ class Engine:
         prompt = self.model.tokenize(request.prompt)
         negative = self.model.tokenize(request.negative_prompt or "") if request.cfg_active else None
         branches = [prompt] if negative is None else [prompt, negative]
+        self.runner.prompts.expect(branches)
         num_image_tokens = self.model.capabilities.num_image_tokens(request.height, request.width)
         num_tokens = sum(num_image_tokens + branch.num_tokens for branch in branches)
         metrics = RequestMetrics(
@@ -189,7 +190,6 @@ class Engine:
     def _prepare(self, state: _RequestState) -> bool:
         if state.prepared is not None:
             return True
-        start = self._clock()
         try:
             state.prepared = self._with_memory_back(
                 lambda: self.runner.prepare(state.request, state.prompt, state.negative)
@@ -197,11 +197,11 @@ class Engine:
         except Exception as error:
             self._fail(state, *_row_fault(error))
             return False
-        state.metrics.encode_s = self._clock() - start
+        state.metrics.encode_s = state.prepared.encode_s
         return True
 
     def _prepare_ahead(self) -> None:
-        """At most one a step, so that the next step is never far away."""
+        """At most one request a step, so that the next step is never far away."""
         for entry in self.scheduler.upcoming(NUM_PREPARED_AHEAD):
             state = self._states[entry.request_id]
             if state.prepared is None:
@@ -243,7 +243,7 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             self._forget_pack(error)
-        self.runner.drop_prompts()
+        self.runner.prompts.clear()
         while self.runner.num_decoding:
             self._collect(wait=True)
         return work()
@@ -382,6 +382,7 @@ class Engine:
         while self.runner.num_decoding:
             self._collect(wait=True)
         self._done.clear()
+        self.runner.prompts.forget_expected()
 
 
 def _row_fault(error: Exception) -> tuple[str, str]:

@@ -178,7 +178,7 @@ def _peak(model: DiffusionModel, work: Callable[[], None]) -> int:
 def _measured_pack(model: DiffusionModel, num_tokens: int) -> PackedBatch:
     """About ``num_tokens`` in squares of about `MEASURED_LENGTH` tokens."""
     caps = model.capabilities
-    prompt = model.prepare_encode(model.tokenize("measure"))
+    (prompt,) = model.prepare_encode([model.tokenize("measure")])
     side = caps.size_multiple * max(1, round(MEASURED_LENGTH**0.5 * caps.patch_pixels / caps.size_multiple))
     tokens_each = caps.num_image_tokens(side, side) + prompt.shape[0]
     requests = []

@@ -7,8 +7,8 @@ here waits for the device but `StepTimer`, which keeps the host at most two step
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,10 @@ from torch import Tensor
 
 from offline_diffusion.accel.graphs import MAX_GRAPH_TOKENS, MIN_REPLAYS, StepRecorder
 from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
+from offline_diffusion.engine.prompt_cache import PromptCache
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
 from offline_diffusion.request import Request
 from offline_diffusion.stages import NO_STAGES, Stages, in_stage
-
-PROMPT_CACHE_TOKENS = 65_536
-"""Text tokens of encoded prompts kept for reuse; at full size 400 MB."""
 
 
 @dataclass(slots=True)
@@ -70,15 +68,16 @@ class ModelRunner:
 
     Args:
         model: A loaded family.
+        clock: Seconds, for what happens before the first step.
     """
 
-    def __init__(self, model: DiffusionModel) -> None:
+    def __init__(self, model: DiffusionModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self.model = model
         self.stages: Stages = NO_STAGES
         self._batch: PackedBatch | None = None
+        self.prompts = PromptCache(model, clock)
+        self._clock = clock
         self._recorder = StepRecorder(model.device)
-        self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-        self._num_cached_tokens = 0
         self._decoding: deque[DecodedImage] = deque()
         on_gpu = model.device.type == "cuda"
         self._side_stream = torch.cuda.Stream(model.device) if on_gpu else None
@@ -90,31 +89,20 @@ class ModelRunner:
         self, request: Request, prompt: TokenizedPrompt, negative: TokenizedPrompt | None
     ) -> PreparedRequest:
         """Encodes the prompts (each distinct one once), draws the noise, lays out the schedule."""
+        prompts = [prompt] if negative is None else [prompt, negative]
+        (prompt_embeds, *negative_embeds), encode_s = self.prompts.get(prompts)
+        start = self._clock()
         sigmas, timesteps = self.model.prepare_timesteps(request)
+        latents = self.model.prepare_latents(request).to(self.model.device, non_blocking=True).float()
         return PreparedRequest(
             request=request,
-            prompt_embeds=self._encode(prompt),
-            negative_embeds=None if negative is None else self._encode(negative),
+            prompt_embeds=prompt_embeds,
+            negative_embeds=negative_embeds[0] if negative_embeds else None,
             sigmas=sigmas,
             timesteps=timesteps,
-            latents=self.model.prepare_latents(request).to(self.model.device, non_blocking=True).float(),
+            latents=latents,
+            encode_s=encode_s + self._clock() - start,
         )
-
-    def _encode(self, prompt: TokenizedPrompt) -> Tensor:
-        embeds = self._prompts.get(prompt.input_ids)
-        if embeds is None:
-            embeds = self._prompts[prompt.input_ids] = self.model.prepare_encode(prompt)
-            self._num_cached_tokens += prompt.num_tokens
-            while self._num_cached_tokens > PROMPT_CACHE_TOKENS and len(self._prompts) > 1:
-                _, oldest = self._prompts.popitem(last=False)
-                self._num_cached_tokens -= oldest.shape[0]
-        self._prompts.move_to_end(prompt.input_ids)
-        return embeds
-
-    def drop_prompts(self) -> None:
-        """Forgets encoded prompts that no request holds."""
-        self._prompts.clear()
-        self._num_cached_tokens = 0
 
     # --- denoise -----------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ class PreparedRequest:
         timesteps: ``[steps]`` float32, CPU.
         latents: ``[S, C]`` float32 on the device. Set at the start and whenever a pack lets go.
         step_index: Steps done.
+        encode_s: Seconds that preparing took, of a batch of prompts its share.
     """
 
     request: Request
@@ -43,6 +44,7 @@ class PreparedRequest:
     timesteps: Tensor
     latents: Tensor
     step_index: int = 0
+    encode_s: float = 0.0
 
     @property
     def num_image_tokens(self) -> int:

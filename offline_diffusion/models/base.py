@@ -95,8 +95,18 @@ class DiffusionModel(Protocol):
         """Token ids as the family's diffusers pipeline makes them for this prompt alone. Host only."""
         ...
 
-    def prepare_encode(self, prompt: TokenizedPrompt) -> Tensor:
-        """The text stream of one prompt, ``[num_tokens, H]``, ready for the first block."""
+    def encode_shape(self, prompt: TokenizedPrompt) -> tuple[int, int]:
+        """Prompts and tokens of the batch in which this one is encoded, by its own length alone.
+
+        Prompts of one shape share a batch, which costs the same whether it is full or not.
+        """
+        ...
+
+    def prepare_encode(self, prompts: Sequence[TokenizedPrompt]) -> list[Tensor]:
+        """The text stream of each prompt, ``[num_tokens, H]``, ready for the first block.
+
+        A prompt's bits are the same whichever others are given with it.
+        """
         ...
 
     def prepare_latents(self, request: Request) -> Tensor:

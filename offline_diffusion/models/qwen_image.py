@@ -28,6 +28,8 @@ from offline_diffusion.kernels.packed_ops import (
 from offline_diffusion.models.base import GuidanceRule, PackedInput, RotaryTable, TokenizedPrompt
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.models.modulation import ModulationTable
+from offline_diffusion.models.qwen_image_text import BATCH_TOKENS, PromptEncoder
+from offline_diffusion.models.qwen_image_vae import ImageDecoder
 from offline_diffusion.request import Request
 
 EPS = 1e-6
@@ -157,9 +159,14 @@ class QwenImage:
             (12 * len(self._blocks) + 2) * transformer.inner_dim, self._modulation_rows, self.dtype, device
         )
         self._views: tuple[Tensor, list[Modulation], tuple[Tensor, Tensor]] | None = None
+        # Without the language head, whose logits nobody reads. A CPU gains nothing from company.
+        self._prompt_encoder = PromptEncoder(
+            pipeline.text_encoder.model.language_model, device, BATCH_TOKENS if device.type == "cuda" else 1
+        )
         vae = pipeline.vae
+        self._image_decoder = ImageDecoder(vae)
         self._latents_mean, self._latents_std = (
-            torch.tensor(values, dtype=vae.dtype, device=device).view(1, -1, 1, 1, 1)
+            torch.tensor(values, dtype=vae.dtype, device=device).view(1, -1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
 
@@ -203,13 +210,17 @@ class QwenImage:
             )
         return expected, len(self._token_ids(tail))
 
-    def prepare_encode(self, prompt: TokenizedPrompt) -> Tensor:
-        """Encoded alone: no padding, so no dependence on other prompts. ``[num_tokens, H]``."""
-        input_ids = torch.tensor([prompt.input_ids]).to(self.device, non_blocking=True)
-        encoder = self._pipeline.text_encoder.model  # without the language head, whose logits nobody reads
-        hidden = encoder(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).last_hidden_state
-        embeds = hidden[0, self._num_head_tokens :].to(self.dtype)
-        return self._txt_in(self._transformer.txt_norm(embeds))
+    def encode_shape(self, prompt: TokenizedPrompt) -> tuple[int, int]:
+        """By the prompt's own length, see `qwen_image_text`."""
+        return self._prompt_encoder.shape(len(prompt.input_ids))
+
+    def prepare_encode(self, prompts: Sequence[TokenizedPrompt]) -> list[Tensor]:
+        """``[num_tokens, H]`` each. In fixed shapes, so no prompt's bits depend on the others."""
+        hidden = self._prompt_encoder([prompt.input_ids for prompt in prompts])
+        return [self._text_stream(states[self._num_head_tokens :]) for states in hidden]
+
+    def _text_stream(self, hidden: Tensor) -> Tensor:
+        return self._txt_in(self._transformer.txt_norm(hidden.to(self.dtype)))
 
     def prepare_latents(self, request: Request) -> Tensor:
         """Drawn on the CPU in the model's dtype by the request's own generator, then patchified 2×2."""
@@ -311,14 +322,11 @@ class QwenImage:
 
     def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """VAE decode of one request alone, float32 ``[height, width, 3]``, 0 … 1."""
-        vae = self._pipeline.vae
         rows, columns = self._grid(height, width)
         channels = self.num_latent_channels // 4
         grid = latents.view(rows, columns, channels, 2, 2).permute(2, 0, 3, 1, 4)
-        grid = grid.reshape(1, channels, 1, 2 * rows, 2 * columns).to(vae.dtype)
-        grid = grid * self._latents_std + self._latents_mean
-        image: Tensor = vae.decode(grid, return_dict=False)[0][0, :, 0].float()  # [3, h, w] in -1 … 1
-        return (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0)
+        grid = grid.reshape(1, channels, 2 * rows, 2 * columns).to(self._latents_std.dtype)
+        return self._image_decoder(grid * self._latents_std + self._latents_mean)
 
 
 def dynamic_shift(num_image_tokens: int, config: Any) -> float:

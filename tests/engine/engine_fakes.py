@@ -41,7 +41,8 @@ class FakeModel:
     The noise prediction of an image token ``x`` is ``x / 2 + mean of its own text + t / 1000``, so
     every row has an answer that can be worked out alone (`expected_latents`).
 
-    The ``on_*`` hooks are called first in each stage and may raise.
+    Prompts are encoded ``encode_rows`` together whose lengths round up to the same ten. The ``on_*`` hooks
+    are called first in each stage (``on_encode`` for every prompt) and may raise.
     """
 
     capabilities = CAPABILITIES
@@ -53,6 +54,8 @@ class FakeModel:
     def __init__(self, guidance_rule: GuidanceRule = "plain") -> None:
         self.guidance_rule: GuidanceRule = guidance_rule
         self.encoded: Counter[str] = Counter()
+        self.encode_calls: list[list[str]] = []
+        self.encode_rows = 4
         self.num_rotary = 0
         self.later: list[float] = []
         self.on_tokenize: Callable[[str], None] = _nothing
@@ -68,11 +71,16 @@ class FakeModel:
         kept = prompt[: self.capabilities.max_prompt_tokens]
         return TokenizedPrompt(tuple(map(ord, kept)), len(kept), len(prompt) - len(kept))
 
-    def prepare_encode(self, prompt: TokenizedPrompt) -> Tensor:
-        text = "".join(map(chr, prompt.input_ids))
-        self.on_encode(text)
-        self.encoded[text] += 1
-        return torch.tensor(prompt.input_ids, dtype=torch.float32).unsqueeze(1) / 100
+    def encode_shape(self, prompt: TokenizedPrompt) -> tuple[int, int]:
+        return self.encode_rows, 10 * -(len(prompt.input_ids) // -10)
+
+    def prepare_encode(self, prompts: Sequence[TokenizedPrompt]) -> list[Tensor]:
+        texts = ["".join(map(chr, prompt.input_ids)) for prompt in prompts]
+        self.encode_calls.append(texts)
+        for text in texts:
+            self.on_encode(text)
+        self.encoded.update(texts)
+        return [torch.tensor(p.input_ids, dtype=torch.float32).unsqueeze(1) / 100 for p in prompts]
 
     def prepare_latents(self, request: Request) -> Tensor:
         generator = torch.Generator().manual_seed(request.seed)

@@ -114,12 +114,13 @@ def test_an_inactive_negative_prompt_is_not_encoded() -> None:
 
 
 def test_the_prompt_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offline_diffusion.engine.model_runner.PROMPT_CACHE_TOKENS", 3)
+    monkeypatch.setattr("offline_diffusion.engine.prompt_cache.PROMPT_CACHE_TOKENS", 3)
     model = FakeModel()
+    model.encode_rows = 1  # nothing is taken along, so the order of use is that of the requests
     engine = make_engine(model, max_num_seqs=1)
     prompts = ["a", "b", "a", "c", "a", "d", "b"]  # a is used again and again, b is the oldest at d
     list(engine.generate([make_request(str(n), prompt) for n, prompt in enumerate(prompts)]))
-    assert len(engine.runner._prompts) == 3
+    assert len(engine.runner.prompts._encoded) == 3
     assert model.encoded == {"a": 1, "b": 2, "c": 1, "d": 1}
 
 

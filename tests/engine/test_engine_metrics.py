@@ -87,8 +87,10 @@ def test_times_of_a_request() -> None:
 
     model.on_encode, model.on_denoise = take(100.0), take(10.0)
     engine = Engine(model, EngineConfig(max_num_seqs=1, scheduling_policy="fifo"), clock)
+    model.encode_rows = 1
     first, second = list(engine.generate([make_request(name, name, num_inference_steps=3) for name in "ab"]))
     assert first.metrics.encode_s == pytest.approx(100, abs=1)
+    assert second.metrics.encode_s == pytest.approx(100, abs=1)
     assert first.metrics.queue_s == pytest.approx(100, abs=1)  # until its first step
     # b was encoded during a's run, right after its first step
     assert first.metrics.denoise_s == pytest.approx(30 + 100, abs=1)
@@ -96,6 +98,23 @@ def test_times_of_a_request() -> None:
     assert second.metrics.denoise_s == pytest.approx(30, abs=1)
     assert second.metrics.total_s == pytest.approx(100 + 30 + 100 + 30, abs=1)
     assert second.metrics.attempts == 1
+
+
+def test_prompts_encoded_together_share_the_time() -> None:
+    clock = ManualClock()
+    model = FakeModel()
+
+    def take_a_minute(_: str) -> None:
+        clock.now += 60.0
+
+    model.on_encode = take_a_minute
+    requests = [make_request(name, name, num_inference_steps=1) for name in "abc"]
+    requests.append(make_request("d", "a", negative_prompt="e", true_cfg_scale=2.0))
+    engine = Engine(model, EngineConfig(scheduling_policy="fifo"), clock)
+    metrics = {o.request_id: o.metrics for o in engine.generate(requests)}
+    assert model.encode_calls == [["a", "b", "c", "e"]]
+    # four minutes for four prompts; the one that two requests have in common is the first request's
+    assert [metrics[name].encode_s for name in "abcd"] == pytest.approx([60, 60, 60, 60], abs=1)
 
 
 def test_finished_and_failed_are_counted() -> None:

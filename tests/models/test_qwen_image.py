@@ -83,11 +83,12 @@ def alone(
 def prepare(model: Any, row: Request, step_index: int) -> PreparedRequest:
     """As the runner does, at any progress; the latents are scaled noise of that row's own."""
     sigmas, timesteps = model.prepare_timesteps(row)
-    negative = row.negative_prompt if row.cfg_active else None
+    texts = [row.prompt, row.negative_prompt or ""] if row.cfg_active else [row.prompt]
+    prompt_embeds, *negative_embeds = model.prepare_encode([model.tokenize(text) for text in texts])
     return PreparedRequest(
         request=row,
-        prompt_embeds=model.prepare_encode(model.tokenize(row.prompt)),
-        negative_embeds=None if negative is None else model.prepare_encode(model.tokenize(negative)),
+        prompt_embeds=prompt_embeds,
+        negative_embeds=negative_embeds[0] if negative_embeds else None,
         sigmas=sigmas,
         timesteps=timesteps,
         latents=model.prepare_latents(row) * (0.2 + float(sigmas[step_index])),
@@ -290,7 +291,9 @@ def test_prompt_embeddings_are_the_pipelines(model: Any, tiny_pipeline: Any, pro
     assert mask is None
     assert tokenized.num_tokens == embeds.shape[1]
     assert tokenized.truncated_tokens == 0
-    assert (model.prepare_encode(tokenized) - expected).abs().max() <= 1e-5
+    (stream,) = model.prepare_encode([tokenized])
+    assert stream.shape == expected.shape
+    assert (stream - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
