@@ -9,7 +9,7 @@ rotary angles use, each sequence is its text followed by its image.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -35,6 +35,7 @@ class PreparedRequest:
         latents: ``[S, C]`` float32 on the device. Set at the start and whenever a pack lets go.
         step_index: Steps done.
         encode_s: Seconds that preparing took, of a batch of prompts its share.
+        rotary: Of each branch, the positive one first; set by the request's first pack.
     """
 
     request: Request
@@ -45,17 +46,26 @@ class PreparedRequest:
     latents: Tensor
     step_index: int = 0
     encode_s: float = 0.0
+    rotary: list[RotaryTable] = field(default_factory=list)
 
     @property
     def num_image_tokens(self) -> int:
         return self.latents.shape[0]
 
+    def branches(self, model: DiffusionModel) -> list[_Sequence]:
+        """Its sequences, the positive one first."""
+        embeds = [self.prompt_embeds] + ([] if self.negative_embeds is None else [self.negative_embeds])
+        if not self.rotary:
+            height, width = self.request.height, self.request.width
+            self.rotary = [model.rotary_table(height, width, own.shape[0]) for own in embeds]
+        tables = zip(embeds, self.rotary, strict=True)
+        return [_Sequence(own, self.num_image_tokens, table) for own, table in tables]
+
 
 @dataclass(slots=True)
 class _Sequence:
-    """One guidance branch: whose it is, and its text."""
+    """One guidance branch."""
 
-    owner: int
     prompt_embeds: Tensor
     num_image_tokens: int
     rotary: RotaryTable
@@ -114,7 +124,9 @@ class PackedBatch:
         lengths = [request.num_image_tokens for request in requests]
         spans = _spans(lengths)  # of each request in latents
         guided = [index for index, request in enumerate(requests) if request.negative_embeds is not None]
-        sequences = _sequences(requests, guided, model)
+        branches = [request.branches(model) for request in requests]
+        sequences = [own[0] for own in branches] + [branches[index][1] for index in guided]
+        owners = [*range(len(requests)), *guided]
         latents = torch.cat([request.latents for request in requests])
         guided_tokens = _ranges([spans[index] for index in guided])
         img_source = torch.cat((torch.arange(sum(lengths)), guided_tokens))
@@ -135,7 +147,9 @@ class PackedBatch:
                 [request.step_index for request in requests],
                 device,
             ),
-            model_input=_model_input(sequences, latents.index_select(0, img_source), conditioning, device),
+            model_input=_model_input(
+                sequences, owners, latents.index_select(0, img_source), conditioning, device
+            ),
             img_source=img_source,
             negative_row=upload(negative_row),
             guidance_scale=upload(torch.tensor([request.request.true_cfg_scale for request in requests])),
@@ -187,20 +201,6 @@ class PackedBatch:
             request.latents = latents
 
 
-def _sequences(requests: list[PreparedRequest], guided: list[int], model: DiffusionModel) -> list[_Sequence]:
-    branches = [(index, request.prompt_embeds) for index, request in enumerate(requests)]
-    for index in guided:
-        embeds = requests[index].negative_embeds
-        assert embeds is not None
-        branches.append((index, embeds))
-    sequences = []
-    for index, embeds in branches:
-        request = requests[index]
-        rotary = model.rotary_table(request.request.height, request.request.width, embeds.shape[0])
-        sequences.append(_Sequence(index, embeds, request.num_image_tokens, rotary))
-    return sequences
-
-
 def _later(timesteps: list[list[float]], step: int) -> Iterator[float]:
     """The timesteps after ``step``, those of the next step first."""
     for index in range(step + 1, max(map(len, timesteps))):
@@ -208,11 +208,14 @@ def _later(timesteps: list[list[float]], step: int) -> Iterator[float]:
 
 
 def _model_input(
-    sequences: list[_Sequence], latents: Tensor, conditioning: Tensor, device: torch.device
+    sequences: list[_Sequence],
+    owners: list[int],
+    latents: Tensor,
+    conditioning: Tensor,
+    device: torch.device,
 ) -> PackedInput:
     txt_lengths = [sequence.prompt_embeds.shape[0] for sequence in sequences]
     img_lengths = [sequence.num_image_tokens for sequence in sequences]
-    owners = [sequence.owner for sequence in sequences]
     spans = _spans([sequence.length for sequence in sequences])  # in joint order
     txt_spans = [(start, start + length) for (start, _), length in zip(spans, txt_lengths, strict=True)]
     img_spans = [(stop - length, stop) for (_, stop), length in zip(spans, img_lengths, strict=True)]

@@ -84,16 +84,22 @@ def test_a_finished_engine_holds_nothing() -> None:
 
 def test_the_pack_is_rebuilt_only_when_its_composition_changes() -> None:
     model = FakeModel()
+    seen: list[PackedInput] = []
+    model.on_denoise = seen.append
     requests = [make_request(str(n), num_inference_steps=n) for n in (2, 5, 9)]
     list(make_engine(model).generate(requests))
-    # one table a sequence and build: three sequences, then two, then one
-    assert model.num_rotary == 3 + 2 + 1
+    packs = [len(list(same)) for _, same in itertools.groupby(seen, key=id)]
+    assert packs == [2, 3, 4]  # of three requests, then two, then one
+    assert model.num_rotary == 3  # one table a sequence
 
 
 def test_a_constant_composition_is_built_once() -> None:
     model = FakeModel()
+    seen: list[PackedInput] = []
+    model.on_denoise = seen.append
     list(make_engine(model).generate([make_request(str(n), num_inference_steps=20) for n in range(4)]))
-    assert model.num_rotary == 4
+    assert len(seen) == 20
+    assert len(set(map(id, seen))) == 1
 
 
 def test_each_distinct_prompt_is_encoded_once() -> None:
