@@ -21,6 +21,9 @@ OnBadSize = Literal["error", "round", "crop"]
 DEFAULT_MODEL = "tiny-qwen-image"
 """A small Qwen-Image with random weights, made on the spot; see ``models.tiny``."""
 
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 16_384
+"""The token budget where it is neither given nor measured, as on a CPU."""
+
 
 class Options(BaseModel):
     """Base of all option groups: frozen, unknown keys refused."""
@@ -43,7 +46,8 @@ class EngineConfig(Options):
     """Options that the engine understands.
 
     ``max_num_batched_tokens`` counts image and text tokens of all sequences of a step (both
-    guidance branches of a guided request); a single larger request still runs, alone.
+    guidance branches of a guided request); a single larger request still runs, alone. None is what the
+    device does best, measured when the engine starts; on a CPU `DEFAULT_MAX_NUM_BATCHED_TOKENS`.
     """
 
     model: str = DEFAULT_MODEL
@@ -51,8 +55,8 @@ class EngineConfig(Options):
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     step_execution: bool = True
-    max_num_seqs: int = Field(default=32, ge=1)
-    max_num_batched_tokens: int = Field(default=16_384, ge=1)
+    max_num_seqs: int = Field(default=128, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
     request_batch_max_wait_ms: float = Field(default=0.0, ge=0)
     scheduling_policy: Literal["fifo", "pack"] = "pack"
     attention_backend: AttentionBackendName = "auto"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offline_diffusion.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
 from offline_diffusion.models.base import DiffusionModel
 from offline_diffusion.request import Request
@@ -55,12 +56,14 @@ class MemoryProfile:
 
 
 @torch.inference_mode()
-def fit_token_budget(model: DiffusionModel, max_num_batched_tokens: int) -> int:
-    """The budget asked for, or less where one step and one decode beside it would not fit.
+def fit_token_budget(model: DiffusionModel, max_num_batched_tokens: int | None) -> int:
+    """The budget asked for (None: the default), or less where one step and one decode would not fit.
 
     On a GPU one real step of about that many tokens is run, and one decode at the model's default size;
     peaks are taken to grow linearly with tokens. Elsewhere the budget is returned as it is.
     """
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = DEFAULT_MAX_NUM_BATCHED_TOKENS
     if model.device.type != "cuda":
         return max_num_batched_tokens
     profile = measure_memory(model, max_num_batched_tokens)

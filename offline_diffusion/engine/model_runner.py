@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
+from offline_diffusion.engine.stats import WorkCounts
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
 from offline_diffusion.request import Request
 
@@ -72,6 +73,7 @@ class ModelRunner:
 
     def __init__(self, model: DiffusionModel) -> None:
         self.model = model
+        self.counts = WorkCounts()
         self._batch: PackedBatch | None = None
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._num_cached_tokens = 0
@@ -99,6 +101,7 @@ class ModelRunner:
         embeds = self._prompts.get(prompt.input_ids)
         if embeds is None:
             embeds = self._prompts[prompt.input_ids] = self.model.prepare_encode(prompt)
+            self.counts.num_prompts += 1
             self._num_cached_tokens += prompt.num_tokens
             while self._num_cached_tokens > PROMPT_CACHE_TOKENS and len(self._prompts) > 1:
                 _, oldest = self._prompts.popitem(last=False)
@@ -144,6 +147,8 @@ class ModelRunner:
         else:
             image = self._decode_beside(prepared, self._side_stream)
         self._decoding.append(image)
+        self.counts.num_images += 1
+        self.counts.num_pixels += prepared.request.height * prepared.request.width
 
     def _post_decode(self, prepared: PreparedRequest) -> tuple[Tensor, Tensor]:
         """Pixels uint8 ``[height, width, 3]``, and whether latents and image are finite all over."""

@@ -17,7 +17,8 @@ from click.testing import CliRunner, Result
 from offline_diffusion.cli.main import main
 from offline_diffusion.cli.throughput import recall
 from offline_diffusion.errors import JobInterrupted, JobMismatchError, ManifestError
-from offline_diffusion.progress import JobSummary, Progress, StopFlag
+from offline_diffusion.job import JobSummary
+from offline_diffusion.progress import Progress, StopFlag
 
 Run = Callable[..., Any]
 
