@@ -1,9 +1,9 @@
-"""What a run's time went into: a linear model, fitted to its own steps. Free of torch.
+"""What a run's time went into: a linear model, fitted to the run's own steps. Free of torch.
 
-Time is counted from the end of a step to the end of the next, so that whatever happens in between
-(prompts encoded, images decoded, packs built, files written) is in it once: on a CPU, where all of
-it comes one after the other, and on a GPU, where a decode runs beside the steps and slows them. What
-a term costs is then what it adds to the time of a run, and the terms add up to it.
+Time is counted without a gap, from the end of a step to the end of the next. So whatever happens in
+between (prompts encoded, images decoded, packs built, files written) is in it once: on a CPU, where
+it comes one after the other, and on a GPU, where a decode runs beside the steps and slows them. A term
+is what its unit adds to the time of a run, and all terms together come to that time.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from itertools import combinations
 
 import numpy as np
 
-SAMPLE_S = 0.2
-"""Intervals are put together to samples of at least so many seconds: less noise, and a decode beside
-the steps seldom reaches into another sample."""
-
 MIN_STEPS = 16
 """Fewer determine nothing."""
 
-PRIOR_SAMPLES = 0.3
-"""Weight of the FLOP formula against a sample: it decides only what samples leave open, such as how
-the time of images that are all of one size splits into tokens and squares."""
+PRIOR_S = 0.2
+"""Seconds of samples that weigh as much as what is believed beforehand: that a token and a squared length
+cost as the FLOP formula says, and that steps, images and prompts cost nothing by their number. It
+decides what samples leave open, such as how images of one size split into tokens and squares."""
+
+TINY = 1e-6
+"""Keeps a fit solvable where two terms always come together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,29 +115,29 @@ class MeasuredCost:
 
 
 class CostMeter:
-    """Takes samples one by one and keeps only the sums that a fit needs."""
+    """Takes samples one by one and keeps only the sums that a fit needs.
 
-    def __init__(self) -> None:
+    Args:
+        sample_s: Samples are put together to ones of at least so many seconds. What one began and the
+            next felt then mostly comes into the same.
+    """
+
+    def __init__(self, sample_s: float = 0.0) -> None:
+        self._sample_s = sample_s
         self._open = NOTHING
         self._total = NOTHING
-        self._num_samples = 0
-        # Least squares on the relative error: the row of a sample is its amounts by its seconds, the
-        # value to be met is 1.
         self._gram = np.zeros((NUM_TERMS, NUM_TERMS))
-        self._row_sum = np.zeros(NUM_TERMS)
 
     def add(self, sample: StepSample) -> None:
-        """Counts time that follows that of the sample before."""
+        """Counts the time after that of the sample before."""
         self._open += sample
-        if self._open.seconds >= SAMPLE_S:
+        if self._open.seconds > 0 and self._open.seconds >= self._sample_s:
             self._close()
 
     def _close(self) -> None:
         if self._open.seconds > 0:
-            row = _amounts(self._open) / self._open.seconds
-            self._gram += np.outer(row, row)
-            self._row_sum += row
-            self._num_samples += 1
+            amounts = _amounts(self._open)
+            self._gram += np.outer(amounts, amounts) / self._open.seconds
             self._total += self._open
         self._open = NOTHING
 
@@ -152,37 +152,36 @@ class CostMeter:
         return self._total.seconds + self._open.seconds
 
     def fit(self, square_ratio: float = 0.0) -> CostModel | None:
-        """The terms, none below 0, with the least squares of the relative error; their sum over all
-        samples is the time that was measured.
+        """The terms, none below 0, with the least squares of the relative errors, each weighted by its
+        sample's seconds; scaled so that they come to the time of all samples.
 
         Args:
-            square_ratio: What a squared length costs in tokens by the FLOP formula, see `square_ratio`;
-                decides where samples are too alike to.
+            square_ratio: What a squared length costs in tokens by the FLOP formula, see `square_ratio`.
 
         Returns:
             None below `MIN_STEPS` steps.
         """
         self._close()
-        if self._total.num_steps < MIN_STEPS or not self._total.num_tokens:
+        seconds, amounts = self._total.seconds, _amounts(self._total)
+        if self._total.num_steps < MIN_STEPS:
             return None
-        # In shares of the time: a term's unit is what it would cost if it alone took all of it.
-        seen = np.flatnonzero(self._row_sum)
-        units = self._num_samples / self._row_sum[seen]
+        # A term in the unit in which it would cost 1 if it alone took all the time: so terms are shares.
+        seen = np.flatnonzero(amounts)
+        units = seconds / amounts[seen]
         gram = self._gram[np.ix_(seen, seen)] * np.outer(units, units)
-        gram += PRIOR_SAMPLES * self._prior(square_ratio)[np.ix_(seen, seen)]
-        shares = _least_squares(gram, np.full(len(seen), float(self._num_samples)))
+        gram += self._prior(square_ratio)[np.ix_(seen, seen)] + TINY * seconds * np.eye(len(seen))
         terms = np.zeros(NUM_TERMS)
-        terms[seen] = shares * units
-        terms *= self._total.seconds / (_amounts(self._total) @ terms)
+        terms[seen] = _least_squares(gram, np.full(len(seen), seconds)) * units
+        terms *= seconds / (amounts @ terms)
         return CostModel(*(float(term) for term in terms))
 
     def _prior(self, square_ratio: float) -> np.ndarray:
-        """What costs shares of the time: all but tokens and squares in the FLOP formula's proportion."""
-        by_flops = np.array((1.0, square_ratio)) * self._row_sum[1:3]
+        """The weight of shares that are not believed, as a quadratic form ``[NUM_TERMS, NUM_TERMS]``."""
+        by_flops = np.array((self._total.num_tokens, self._total.sum_squares * square_ratio))
         across = np.array((-by_flops[1], by_flops[0])) / by_flops.sum()
-        prior = np.eye(NUM_TERMS)
+        prior = np.diag((1.0, 0, 0, 1, 0, 1))
         prior[1:3, 1:3] = np.outer(across, across)
-        return prior
+        return PRIOR_S * prior
 
 
 def square_ratio(forward_flops: Callable[[int], float]) -> float:

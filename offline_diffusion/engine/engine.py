@@ -209,6 +209,7 @@ class Engine:
             self._fail(state, *row_fault(error))
             return False
         state.metrics.encode_s = self._clock() - start
+        self._timer.lap()
         return True
 
     def _prepare_ahead(self) -> None:
@@ -318,6 +319,7 @@ class Engine:
             self._with_memory_back(lambda: self.runner.decode(prepared))
         except Exception as error:
             self._finish(state, "failed", *row_fault(error))
+        self._timer.lap()
 
     def _reserve_decode_slot(self) -> None:
         while self.runner.num_decoding >= MAX_DECODING:

@@ -15,6 +15,9 @@ from offline_diffusion.request import RequestMetrics
 MAX_STEPS_IN_FLIGHT = 2
 """Steps the host may be ahead of the device: enough to hide launches, few enough to stay responsive."""
 
+SAMPLE_S = 0.2
+"""Longer than a decode beside the steps mostly lasts."""
+
 NUM_WARM_UP_STEPS = 3
 """Libraries start up in the first steps: these tell nothing of the next."""
 
@@ -81,7 +84,7 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device, stats: EngineStats, counts: WorkCounts) -> None:
-        self.costs = CostMeter()
+        self.costs = CostMeter(SAMPLE_S if device.type == "cuda" else 0.0)
         self._on_gpu = device.type == "cuda"
         self._stats = stats
         self._counts = counts
@@ -101,13 +104,22 @@ class StepTimer:
         self._append(_TimedStep(since, start, end, shares, self._work_of(shares)))
         self._last_end = end
 
+    def lap(self) -> None:
+        """Tells what was done since a step apart from the next; where work is not done at once that cannot
+        be told."""
+        if not self._on_gpu and self._last_end is not None and self._counts != self._counted:
+            self._close_lap(self._last_end)
+
     def pause(self) -> None:
         """Nothing runs now: closes what followed the last step, and counts no time until the next."""
-        if self._last_end is None:
-            return
+        if self._last_end is not None:
+            self._close_lap(self._last_end)
+            self._last_end = None
+
+    def _close_lap(self, since: Mark) -> None:
         now = self._mark()
-        self._append(_TimedStep(self._last_end, now, now, (), self._work_of(())))
-        self._last_end = None
+        self._append(_TimedStep(since, now, now, (), self._work_of(())))
+        self._last_end = now
 
     def settle_all(self) -> None:
         """Books the time of all steps; waits for the device."""
@@ -154,7 +166,7 @@ class StepTimer:
         self._stats.device_s += elapsed
         for share in step.shares:
             share.metrics.device_s += elapsed * share.num_tokens / step.work.num_tokens
-        if self._num_to_warm_up:
+        if step.shares and self._num_to_warm_up:
             self._num_to_warm_up -= 1
         else:
             self.costs.add(replace(step.work, seconds=_seconds(step.since, step.end)))
