@@ -182,7 +182,7 @@ class Engine:
             time.sleep(WAVE_POLL_S)
         self._prepare_ahead()
         self._collect(wait=not self.scheduler.running and not self.scheduler.waiting)
-        if not (self.scheduler.running or self.runner.num_decoding):
+        if not self._states:
             self._timer.pause()
         outputs, self._done = self._done, []
         return outputs

@@ -1,27 +1,61 @@
-"""What a run reached is remembered and found again."""
+"""What steps cost is remembered and found again, by those whom it serves."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from offline_diffusion.cli.throughput import ThroughputMeter, ThroughputRecord, recall, remember
-from offline_diffusion.progress import Phase, Progress
+import offline_diffusion
+from offline_diffusion.cli import cost_record
+from offline_diffusion.cli.cost_record import CostRecord, recall, remember
+from offline_diffusion.config import EngineConfig
+from offline_diffusion.engine.cost import CostModel, MeasuredCost
+
+TERMS = CostModel(0.01, 2e-5, 3e-9, 0.004, 5e-8, 0.02)
+COST = MeasuredCost(
+    model=TERMS, num_steps=300, seconds=100.0, num_images=500, max_num_batched_tokens=8_192, dtype="float32"
+)
 
 
-def progress(phase: Phase, num_done: int, work_done: float) -> Progress:
-    return Progress(phase=phase, num_done=num_done, work_done=work_done)
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(**{"model": "m", "device": "cpu"} | options)
 
 
-def test_the_rate_leaves_out_loading_and_resumed_work() -> None:
-    meter = ThroughputMeter()
-    meter.observe(progress("loading", 0, 0.0), 0.0)
-    meter.observe(progress("running", 100, 1e15), 50.0)
-    meter.observe(progress("running", 110, 2e15), 58.0)
-    meter.observe(progress("finishing", 120, 3e15), 60.0)
-    assert meter.measured() == (pytest.approx(2e15 / 10), 20, 10.0)
+def rate_found(folder: Path, **options: Any) -> float | None:
+    record = recall(config(**options), folder=folder)
+    return None if record is None else record.fixed_s
+
+
+@pytest.fixture
+def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_record, "device_name", lambda device: "CPU" if device == "cpu" else "H200")
+
+
+def keep(
+    folder: Path, fixed_s: float, *, seconds: float = 100.0, dtype: str = "float32", **options: Any
+) -> None:
+    cost = replace(COST, model=replace(TERMS, fixed_s=fixed_s), seconds=seconds, dtype=dtype)
+    remember(cost, config(**options), folder=folder)
+
+
+def test_a_record_has_everything_that_was_measured(tmp_path: Path) -> None:
+    remember(COST, config(max_num_seqs=7), folder=tmp_path)
+    record = recall(config(), folder=tmp_path)
+    assert record is not None
+    assert record.cost_model() == TERMS
+    found = record.model_dump()
+    assert found.pop("measured_at") > 1.7e9
+    assert found == {
+        "model": "m", "device": "CPU", "dtype": "float32", "quantization": "none",
+        "fixed_s": 0.01, "token_s": 2e-5, "square_s": 3e-9,
+        "image_s": 0.004, "pixel_s": 5e-8, "prompt_s": 0.02,
+        "max_num_batched_tokens": 8_192, "max_num_seqs": 7, "num_steps": 300, "num_images": 500,
+        "seconds": 100.0, "version": offline_diffusion.__version__,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -31,61 +65,100 @@ def test_the_rate_leaves_out_loading_and_resumed_work() -> None:
         (3_600.0, 49, True),
     ],
 )  # fmt: skip
-def test_ten_seconds_or_fifty_images_are_enough(seconds: float, num_images: int, is_enough: bool) -> None:
-    meter = ThroughputMeter()
-    meter.observe(progress("running", 7, 1e12), 3.0)
-    meter.observe(progress("finishing", 7 + num_images, 3e12), 3.0 + seconds)
-    assert (meter.measured() is not None) is is_enough
+def test_ten_seconds_or_fifty_images_are_enough(
+    tmp_path: Path, seconds: float, num_images: int, is_enough: bool
+) -> None:
+    remember(replace(COST, seconds=seconds, num_images=num_images), config(), folder=tmp_path)
+    assert (recall(config(), folder=tmp_path) is not None) is is_enough
 
 
-@pytest.mark.parametrize("reports", [[], [(0.0, 1.0)], [(0.0, 1.0), (99.0, 1.0)]])
-def test_no_work_is_no_measurement(reports: list[tuple[float, float]]) -> None:
-    meter = ThroughputMeter()
-    for now, work in reports:
-        meter.observe(progress("running", 0, work), now)
-    assert meter.measured() is None
-
-
+@pytest.mark.usefixtures("as_gpu")
 def test_the_newest_record_of_the_model_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = iter((5.0, 9.0, 10.0, 11.0))
     monkeypatch.setattr("time.time", lambda: next(clock))
-    for model, device, rate in (("m", "A", 1.0), ("m", "B", 2.0), ("n", "A", 3.0)):
-        remember(model, device, rate, 1, 20.0, folder=tmp_path)
-    assert recall("m", tmp_path) == ThroughputRecord("m", "B", 2.0, 1, 20.0, 9.0)
-    remember("m", "A", 4.0, 1, 20.0, folder=tmp_path)
-    assert recall("m", tmp_path) == ThroughputRecord("m", "A", 4.0, 1, 20.0, 11.0)
-    assert recall("other", tmp_path) is None
+    keep(tmp_path, 1.0)
+    keep(tmp_path, 2.0, dtype="bfloat16", device="cuda")
+    keep(tmp_path, 3.0, model="n")
+    assert rate_found(tmp_path, device="auto") == 2.0
+    keep(tmp_path, 4.0)
+    assert rate_found(tmp_path, device="auto") == 4.0
+    assert rate_found(tmp_path, model="other") is None
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.parametrize("device", ["A", "B"])
+@pytest.mark.usefixtures("as_gpu")
+def test_a_record_serves_only_runs_like_its_own(tmp_path: Path) -> None:
+    keep(tmp_path, 1.0)
+    keep(tmp_path, 2.0, device="cuda", dtype="bfloat16")
+    keep(tmp_path, 3.0, device="cuda", dtype="bfloat16", quantization="fp8")
+    keep(tmp_path, 4.0, device="cuda", dtype="float32")
+    assert rate_found(tmp_path, device="cpu") == 1.0
+    assert rate_found(tmp_path, device="cpu", dtype="bfloat16") is None
+    assert rate_found(tmp_path, device="cuda") == 2.0  # auto is bfloat16 there
+    assert rate_found(tmp_path, device="cuda:1", dtype="bfloat16") == 2.0
+    assert rate_found(tmp_path, device="cuda", dtype="float32") == 4.0
+    assert rate_found(tmp_path, device="auto", quantization="fp8") == 3.0
+    assert rate_found(tmp_path, device="cpu", quantization="fp8") is None
+
+
+@pytest.mark.usefixtures("as_gpu")
+@pytest.mark.parametrize("other", [{}, {"device": "cuda", "dtype": "bfloat16"}])
 @pytest.mark.parametrize(("seconds", "rate"), [(24.0, 1.0), (25.0, 2.0), (1_000.0, 2.0)])
 def test_a_much_shorter_run_does_not_take_a_records_place(
-    tmp_path: Path, device: str, seconds: float, rate: float
+    tmp_path: Path, other: dict[str, Any], seconds: float, rate: float
 ) -> None:
-    remember("m", "A", 1.0, 500, 100.0, folder=tmp_path)
-    remember("m", device, 2.0, 50, seconds, folder=tmp_path)
-    record = recall("m", tmp_path)
-    assert record is not None
-    assert record.flops_per_s == rate
+    keep(tmp_path, 1.0)
+    keep(tmp_path, 2.0, seconds=seconds, **other)
+    assert rate_found(tmp_path, device="auto") == rate
 
 
-def test_a_record_of_an_earlier_version_is_passed_over(tmp_path: Path) -> None:
-    remember("m", "A", 1.0, 1, 20.0, folder=tmp_path)
+def test_a_short_run_takes_the_place_of_another_versions_record(tmp_path: Path) -> None:
+    keep(tmp_path, 1.0, seconds=1e6)
     (path,) = tmp_path.iterdir()
-    old = {name: value for name, value in json.loads(path.read_text()).items() if name != "seconds"}
-    path.write_text(json.dumps(old))
-    assert recall("m", tmp_path) is None
-    remember("m", "A", 2.0, 1, 20.0, folder=tmp_path)
-    assert recall("m", tmp_path) is not None
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": "0.0.1"}))
+    assert rate_found(tmp_path) == 1.0
+    keep(tmp_path, 2.0, seconds=20.0)
+    assert rate_found(tmp_path) == 2.0
 
 
-def test_damage_is_no_fault_of_the_job(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("{")
-    (tmp_path / "b.json").write_text('{"model": "m"}')
-    assert recall("m", tmp_path) is None
-    remember("m", "A", 1.0, 1, 20.0, folder=tmp_path / "a.json" / "no folder")
-    assert recall("m", tmp_path / "none") is None
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        '{"model": "m"}',
+        '{"model": "m", "device": "CPU", "flops_per_s": 1e9, "num_images": 9, "seconds": 9.0}',
+    ],
+)
+def test_files_that_are_no_records_are_passed_over(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    assert recall(config(), folder=tmp_path) is None
+    keep(tmp_path, 1.0)
+    assert rate_found(tmp_path) == 1.0
+
+
+@pytest.mark.parametrize(
+    "damage", [{"fixed_s": -1.0}, {"token_s": "NaN"}, {"seconds": 0.0}, {"num_steps": 1.5}, {"more": 1}]
+)
+def test_a_damaged_record_is_passed_over_and_replaced(tmp_path: Path, damage: dict[str, Any]) -> None:
+    keep(tmp_path, 1.0)
+    (path,) = tmp_path.iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    assert recall(config(), folder=tmp_path) is None
+    keep(tmp_path, 2.0, seconds=12.0)
+    assert rate_found(tmp_path) == 2.0
+
+
+def test_a_folder_that_cannot_be_written_is_no_fault_of_the_job(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    remember(COST, config(), folder=tmp_path / "file" / "no folder")
+    assert recall(config(), folder=tmp_path / "none") is None
+
+
+def test_the_users_own_records_lie_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    remember(COST, config())
+    (path,) = (tmp_path / "offline_diffusion" / "throughput").iterdir()
+    assert CostRecord.model_validate_json(path.read_text()) == recall(config())
 
 
 def test_a_user_without_a_home_has_no_records_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,5 +167,5 @@ def test_a_user_without_a_home_has_no_records_and_no_fault(monkeypatch: pytest.M
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    remember("m", "A", 4.0, 1, 20.0)
-    assert recall("m") is None
+    remember(COST, config())
+    assert recall(config()) is None
