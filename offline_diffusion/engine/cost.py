@@ -14,7 +14,7 @@ from itertools import combinations
 
 import numpy as np
 
-MIN_STEPS = 16
+MIN_STEPS = 8
 """Fewer determine nothing."""
 
 PRIOR_S = 0.2
