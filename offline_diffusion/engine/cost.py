@@ -127,6 +127,7 @@ class CostMeter:
         self._open = NOTHING
         self._total = NOTHING
         self._gram = np.zeros((NUM_TERMS, NUM_TERMS))
+        self._times = np.zeros(NUM_TERMS)  # of the samples in which a term occurs
 
     def add(self, sample: StepSample) -> None:
         """Counts the time after that of the sample before."""
@@ -138,6 +139,7 @@ class CostMeter:
         if self._open.seconds > 0:
             amounts = _amounts(self._open)
             self._gram += np.outer(amounts, amounts) / self._open.seconds
+            self._times += self._open.seconds * (amounts > 0)
             self._total += self._open
         self._open = NOTHING
 
@@ -162,17 +164,18 @@ class CostMeter:
             None below `MIN_STEPS` steps.
         """
         self._close()
-        seconds, amounts = self._total.seconds, _amounts(self._total)
         if self._total.num_steps < MIN_STEPS:
             return None
-        # A term in the unit in which it would cost 1 if it alone took all the time: so terms are shares.
+        amounts = _amounts(self._total)
         seen = np.flatnonzero(amounts)
-        units = seconds / amounts[seen]
+        # A term counts 1 if it alone took the time of all samples in which it occurs: terms are shares.
+        times = self._times[seen]
+        units = times / amounts[seen]
         gram = self._gram[np.ix_(seen, seen)] * np.outer(units, units)
-        gram += self._prior(square_ratio)[np.ix_(seen, seen)] + TINY * seconds * np.eye(len(seen))
+        gram += self._prior(square_ratio)[np.ix_(seen, seen)] + TINY * np.diag(times)
         terms = np.zeros(NUM_TERMS)
-        terms[seen] = _least_squares(gram, np.full(len(seen), seconds)) * units
-        terms *= seconds / (amounts @ terms)
+        terms[seen] = _least_squares(gram, times) * units
+        terms *= self._total.seconds / (amounts @ terms)
         return CostModel(*(float(term) for term in terms))
 
     def _prior(self, square_ratio: float) -> np.ndarray:
