@@ -115,11 +115,11 @@ def test_on_a_gpu_decodes_are_told_with_the_steps_they_run_beside(
     counts, totals, metrics = WorkCounts(), EngineStats(), RequestMetrics()
     timer = StepTimer(torch.device("cuda"), totals, counts)
     for number in range(NUM_WARM_UP_STEPS + 40):
+        clock.now += 0.5  # the host prepares, the device waits
         if number % 4 == 3:
             counts.num_images += 1
             counts.num_pixels += 100
             timer.lap()  # where stages overlap it tells nothing
-        clock.now += 0.5  # the host prepares, the device waits
         start = timer.begin()
         clock.now += 1.0 + (number % 2) + (10.0 if number % 4 == 3 else 0.0)
         timer.end(start, [StepShare(metrics, 100 + 100 * (number % 2), 0)])
@@ -131,3 +131,11 @@ def test_on_a_gpu_decodes_are_told_with_the_steps_they_run_beside(
     assert fitted.pixel_s * 100 + fitted.image_s == pytest.approx(10.0, rel=0.05)
     assert timer.costs.seconds == pytest.approx(40 * 2.0 + 10 * 10.0)
     assert totals.device_s == metrics.device_s == pytest.approx(43 * 1.0 + 21 + 10 * 10.0)
+    counts.num_images += 1  # a last decode that no step follows
+    clock.now += 7.0
+    timer.pause()
+    clock.now += 1e6
+    timer.pause()
+    timer.settle_all()
+    assert timer.costs.seconds == pytest.approx(40 * 2.0 + 10 * 10.0 + 7.0)
+    assert totals.device_s == pytest.approx(43 * 1.0 + 21 + 10 * 10.0)
