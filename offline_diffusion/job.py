@@ -21,12 +21,12 @@ from offline_diffusion.data.plan import task_shards
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
 from offline_diffusion.data.sink import Sink
+from offline_diffusion.engine.cost import MeasuredCost, square_ratio
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.feed import Feed, row_defaults, with_other_faults
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 from offline_diffusion.progress import (
-    JobSummary,
     Observer,
     Phase,
     Progress,
@@ -53,6 +53,28 @@ SCAN_REPORT_ROWS = 5_000
 NUM_ENCODE_THREADS = min(8, os.cpu_count() or 1)
 
 MakeEngine = Callable[[JobConfig, Checkpoint], "Engine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSummary:
+    """What a task did. Counts are of this task's shards, earlier runs included; ``seconds``,
+    ``images_per_s`` and ``cost`` are of this run, ``cost`` None when it drew too little to tell;
+    ``profile`` is what ``--profile`` measured, see ``engine.profile``."""
+
+    out: Path
+    num_rows: int
+    num_images: int
+    num_ok: int
+    num_failed: int
+    num_quarantined_rows: int
+    num_resumed: int
+    num_shards: int
+    seconds: float
+    images_per_s: float
+    interrupted: bool
+    warnings: list[str]
+    cost: MeasuredCost | None = None
+    profile: dict[str, Any] | None = None
 
 
 def run_task(
@@ -124,6 +146,22 @@ def _compute_kind(config: JobConfig) -> dict[str, str]:
     return {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "attention_backend": backend}
 
 
+def _measured_cost(engine: Engine) -> MeasuredCost | None:
+    """What the engine's steps cost; None when it ran too few."""
+    costs, model = engine.costs(), engine.model
+    fitted = costs.fit(square_ratio(model.capabilities.forward_flops))
+    if fitted is None:
+        return None
+    return MeasuredCost(
+        model=fitted,
+        num_steps=costs.num_steps,
+        seconds=costs.seconds,
+        num_images=engine.stats.num_finished,
+        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+
+
 @dataclass
 class _Task:
     config: JobConfig
@@ -133,6 +171,7 @@ class _Task:
     make_engine: MakeEngine
     tally: Tally = field(default_factory=Tally)
     profiler: Profiler | None = None
+    cost: MeasuredCost | None = None
     _last_report: float = 0.0
 
     @property
@@ -266,6 +305,7 @@ class _Task:
         try:
             finished = self._loop(engine, feed, sink)
             self._report("finishing", engine)
+            self.cost = _measured_cost(engine)
         finally:
             sink.close(abandon=not finished)
         return finished
@@ -361,4 +401,5 @@ class _Task:
             images_per_s=tally.images_per_s,
             interrupted=not finished,
             warnings=tally.warnings(),
+            cost=self.cost,
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from offline_diffusion.errors import TooManyFailuresError
 
@@ -50,26 +49,6 @@ class Progress:
     num_running: int = 0
     num_waiting: int = 0
     num_rows_scanned: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSummary:
-    """What a task did. Counts are of this task's shards, earlier runs included; ``seconds`` and
-    ``images_per_s`` are of this run. ``profile`` is what ``--profile`` measured, see `engine.profile`."""
-
-    out: Path
-    num_rows: int
-    num_images: int
-    num_ok: int
-    num_failed: int
-    num_quarantined_rows: int
-    num_resumed: int
-    num_shards: int
-    seconds: float
-    images_per_s: float
-    interrupted: bool
-    warnings: list[str]
-    profile: dict[str, Any] | None = None
 
 
 Observer = Callable[[Progress], None]

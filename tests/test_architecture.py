@@ -14,7 +14,17 @@ import pytest
 import offline_diffusion
 
 PACKAGE = Path(offline_diffusion.__file__).parent
-WITHOUT_TORCH = ("request", "config", "errors", "progress", "stages", "data", "engine.scheduler", "cli")
+WITHOUT_TORCH = (
+    "request",
+    "config",
+    "errors",
+    "progress",
+    "stages",
+    "data",
+    "engine.scheduler",
+    "engine.cost",
+    "cli",
+)
 
 
 def modules_under(name: str) -> list[str]:

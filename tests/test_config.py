@@ -27,7 +27,7 @@ def job(**values: Any) -> JobConfig:
 def test_defaults() -> None:
     config = job()
     assert config.step_execution
-    assert (config.max_num_seqs, config.max_num_batched_tokens) == (32, 16_384)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (128, None)
     assert (config.scheduling_policy, config.attention_backend, config.quantization) == (
         "pack",
         "auto",

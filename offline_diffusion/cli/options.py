@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import click
 
 from offline_diffusion.config import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MODEL,
     JobConfig,
     check_option_names,
@@ -135,7 +136,12 @@ def budget_options(command: Command) -> Command:
     """How much shares a step."""
     return together(
         job_option("--max-num-seqs", "Most images in a step.", metavar="N"),
-        job_option("--max-num-batched-tokens", "Token budget of a step.", metavar="N"),
+        job_option(
+            "--max-num-batched-tokens",
+            "Token budget of a step.  [default: measured at start; on a CPU "
+            f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}]",
+            metavar="N",
+        ),
     )(command)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from offline_diffusion.cli.cost_record import CostRecord, recall
 from offline_diffusion.cli.options import (
     budget_options,
     build_config,
@@ -19,12 +21,13 @@ from offline_diffusion.cli.options import (
 )
 from offline_diffusion.cli.progress import ticking
 from offline_diffusion.cli.text import duration, quantity, table
-from offline_diffusion.cli.throughput import recall
+from offline_diffusion.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from offline_diffusion.progress import plural
 
 if TYPE_CHECKING:
     from offline_diffusion.config import JobConfig
-    from offline_diffusion.data.plan import Plan
+    from offline_diffusion.data.plan import Plan, TaskLoad
+    from offline_diffusion.engine.cost import CostModel
 
 ASSUMED_TFLOPS = 400.0
 """About what one H200 reaches in bfloat16 when its steps are full."""
@@ -33,11 +36,26 @@ MAX_LINES = 12
 """Of each histogram; ``--json`` has all."""
 
 
-class Rate(NamedTuple):
-    """How fast a task works, and why that is believed."""
+class Estimate(NamedTuple):
+    """How long a task takes, by a cost model or else by its FLOPs, and why that is believed."""
 
-    flops_per_s: float
+    cost: CostModel | None
+    flops_per_s: float | None
     basis: str
+
+    def seconds(self, task: TaskLoad) -> float:
+        """Of a task from its first step to its last image."""
+        if self.cost is None:
+            assert self.flops_per_s is not None
+            return task.flops / self.flops_per_s
+        return self.cost.seconds(
+            num_steps=task.num_steps,
+            num_tokens=task.step_tokens,
+            sum_squares=task.step_squares,
+            num_images=task.num_images,
+            num_pixels=task.num_pixels,
+            num_prompts=task.num_prompts,
+        )
 
 
 @click.command("plan")
@@ -51,8 +69,8 @@ class Rate(NamedTuple):
     "--tflops",
     type=click.FloatRange(min=0, min_open=True),
     metavar="N",
-    help="TFLOP/s that a task reaches, for the time estimate.  [default: measured by an earlier run of the "
-    f"model, else {ASSUMED_TFLOPS:.0f}]",
+    help="TFLOP/s that a task reaches, for the time estimate.  [default: a cost model fitted to an earlier "
+    f"run of the model, else {ASSUMED_TFLOPS:.0f}]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every size, step count and task.")
 def command(as_json: bool, tflops: float | None, **given: Any) -> None:
@@ -68,27 +86,35 @@ def command(as_json: bool, tflops: float | None, **given: Any) -> None:
     """
     # A plan writes nothing, so a folder need not be named.
     config = build_config({**given, "out": "."})
-    rate = _rate(config, tflops)
+    record = recall(config)
+    estimate = _estimate(tflops, record)
+    if config.max_num_batched_tokens is None:
+        budget = record.max_num_batched_tokens if record else DEFAULT_MAX_NUM_BATCHED_TOKENS
+        config = config.model_copy(update={"max_num_batched_tokens": budget})
     plan = _scan(config)
     if as_json:
-        click.echo(json.dumps(_to_dict(config, plan, rate)))
+        click.echo(json.dumps(_to_dict(config, plan, estimate)))
     else:
-        click.echo(_to_text(config, plan, rate))
+        click.echo(_to_text(config, plan, estimate))
 
 
 def _scan(config: JobConfig) -> Plan:
     from offline_diffusion.data.manifest import open_manifest
     from offline_diffusion.data.plan import PlanBuilder
     from offline_diffusion.data.scan import scan
+    from offline_diffusion.engine.scheduler import LOOK_AHEAD
     from offline_diffusion.job import row_defaults
     from offline_diffusion.models.registry import capabilities_for
 
+    assert config.max_num_batched_tokens is not None
     builder = PlanBuilder(
         capabilities_for(config.model, config.revision),
         row_defaults(config),
         shard_size=config.shard_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
+        look_ahead=LOOK_AHEAD if config.scheduling_policy == "pack" else 1,
+        num_tasks=config.num_tasks,
         image_format=config.image_format,
     )
     manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
@@ -96,48 +122,56 @@ def _scan(config: JobConfig) -> Plan:
         scan(manifest, on_row=builder.add)
     for note in manifest.notes:
         click.echo(note, err=True)
-    return builder.finish(config.num_tasks)
+    return builder.finish()
 
 
-def _rate(config: JobConfig, tflops: float | None) -> Rate:
+def _estimate(tflops: float | None, record: CostRecord | None) -> Estimate:
     if tflops is not None:
-        return Rate(tflops * 1e12, f"--tflops {tflops:g}")
-    if record := recall(config.model):
+        return Estimate(None, tflops * 1e12, f"--tflops {tflops:g}")
+    if record is not None:
         day = time.strftime("%Y-%m-%d", time.localtime(record.measured_at))
-        images = plural(record.num_images, "image")
-        length = f"{images} in {duration(record.seconds)}"
-        return Rate(record.flops_per_s, f"measured on {record.device} over {length} on {day}")
-    return Rate(
+        steps = plural(record.num_steps, "step")
+        basis = f"cost model measured on {record.device} over {steps} on {day}"
+        return Estimate(record.cost_model(), None, basis)
+    return Estimate(
+        None,
         ASSUMED_TFLOPS * 1e12,
         f"assumed {ASSUMED_TFLOPS:.0f} TFLOP/s, about one H200 in bfloat16; give --tflops, or run once",
     )
 
 
-def _to_dict(config: JobConfig, plan: Plan, rate: Rate) -> dict[str, Any]:
+def _to_dict(config: JobConfig, plan: Plan, estimate: Estimate) -> dict[str, Any]:
+    values = plan.to_dict()
+    seconds = [estimate.seconds(task) for task in plan.tasks]
+    for task, its_seconds in zip(values["tasks"], seconds, strict=True):
+        task["seconds"] = its_seconds
     return {
         "model": config.model,
         "num_tasks": config.num_tasks,
-        **plan.to_dict(),
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        **values,
         "num_faulty_rows": plan.num_rows - plan.num_good_rows,
-        "flops_per_s": rate.flops_per_s,
-        "time_basis": rate.basis,
-        "seconds": plan.slowest_task_flops / rate.flops_per_s,
-        "device_seconds": plan.flops / rate.flops_per_s,
+        "time_basis": estimate.basis,
+        "flops_per_s": estimate.flops_per_s,
+        "cost": dataclasses.asdict(estimate.cost) if estimate.cost else None,
+        "seconds": max(seconds),
+        "device_seconds": sum(seconds),
     }
 
 
-def _to_text(config: JobConfig, plan: Plan, rate: Rate) -> str:
+def _to_text(config: JobConfig, plan: Plan, estimate: Estimate) -> str:
     parts = [
-        _summary(config, plan, rate),
+        _summary(config, plan, estimate),
         _histogram("size", [(f"{w}x{h}", n) for (w, h), n in plan.resolutions.items()]),
         _histogram("steps", [(str(steps), n) for steps, n in plan.inference_steps.items()]),
-        _tasks(plan, rate),
+        _tasks(plan, estimate),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _summary(config: JobConfig, plan: Plan, rate: Rate) -> str:
-    seconds = plan.slowest_task_flops / rate.flops_per_s
+def _summary(config: JobConfig, plan: Plan, estimate: Estimate) -> str:
+    seconds = max(estimate.seconds(task) for task in plan.tasks)
     per_pixel = f"estimated from the pixels, {config.image_format}"
     lines = [
         ("model", config.model),
@@ -147,10 +181,10 @@ def _summary(config: JobConfig, plan: Plan, rate: Rate) -> str:
                    f"a token is 4 bytes of UTF-8); {quantity(plan.step_tokens)} over all steps"),
         ("work", f"{quantity(plan.flops, 'FLOP')} in denoise steps"),
         ("packing", f"{plan.step_fill:.0%} of {config.max_num_batched_tokens:,} tokens filled over "
-                    f"{plural(plan.num_steps, 'step')} (one worker, in the manifest's order)"),
+                    f"{plural(plan.num_steps, 'step')} (simulated)"),
         ("output", f"{quantity(plan.output_bytes, 'B')} ({per_pixel})"),
         ("shards", f"{plan.num_shards:,} of {plural(config.shard_size, 'row')}"),
-        ("time", f"{duration(seconds)} on {plural(config.num_tasks, 'task')} ({rate.basis})"),
+        ("time", f"{duration(seconds)} on {plural(config.num_tasks, 'task')} ({estimate.basis})"),
     ]  # fmt: skip
     if plan.num_guidance_off_rows:
         rows = plural(plan.num_guidance_off_rows, "row")
@@ -176,7 +210,7 @@ def _histogram(name: str, counts: list[tuple[str, int]]) -> str:
     return table([name, "images", "share"], rows)
 
 
-def _tasks(plan: Plan, rate: Rate) -> str:
+def _tasks(plan: Plan, estimate: Estimate) -> str:
     if len(plan.tasks) == 1 or not plan.flops:
         return ""
     rows = [
@@ -184,7 +218,7 @@ def _tasks(plan: Plan, rate: Rate) -> str:
             str(task.task_index),
             f"{task.num_shards:,}",
             quantity(task.flops, "FLOP"),
-            duration(task.flops / rate.flops_per_s),
+            duration(estimate.seconds(task)),
         ]
         for task in plan.tasks[:MAX_LINES]
     ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from offline_diffusion.cli.cost_record import remember
 from offline_diffusion.cli.options import (
     SLURM_ARRAY,
     budget_options,
@@ -25,14 +25,14 @@ from offline_diffusion.cli.profile import profile_text
 from offline_diffusion.cli.progress import make_progress
 from offline_diffusion.cli.signals import STOP_KEY
 from offline_diffusion.cli.text import duration
-from offline_diffusion.cli.throughput import ThroughputMeter, device_name, remember
 from offline_diffusion.config import make_job_config
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.progress import plural
 
 if TYPE_CHECKING:
     from offline_diffusion.config import JobConfig
-    from offline_diffusion.progress import JobSummary, Progress, StopFlag
+    from offline_diffusion.job import JobSummary
+    from offline_diffusion.progress import StopFlag
 
 RunTask = Callable[..., "JobSummary"]
 
@@ -109,7 +109,6 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
 
 def _run(config: JobConfig, run_task: RunTask | None, stop: StopFlag) -> JobSummary:
     """Runs the task; ``run_task`` stands in for that of ``offline_diffusion.job`` in tests."""
-    meter = ThroughputMeter()
     with make_progress() as display:
         from offline_diffusion import job
 
@@ -118,13 +117,10 @@ def _run(config: JobConfig, run_task: RunTask | None, stop: StopFlag) -> JobSumm
                 f"{stop.why}: stopped before the job began", hint="the same command starts it"
             )
 
-        def observe(progress: Progress) -> None:
-            display.update(progress)
-            meter.observe(progress, time.monotonic())
-
-        summary = (run_task or job.run_task)(config, observer=observe, stop=stop, say=display.say)
-    if measured := meter.measured():
-        remember(config.model, device_name(config.device), *measured)
+        run_task = run_task or job.run_task
+        summary = run_task(config, observer=display.update, stop=stop, say=display.say)
+    if summary.cost is not None:
+        remember(summary.cost, config)
     return summary
 
 

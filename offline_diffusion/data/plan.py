@@ -1,19 +1,20 @@
 """How much work a manifest holds, and how its shards fall on tasks. Free of torch.
 
-A plan is taken in one pass and keeps no rows: its memory grows with the number of shards and of
-distinct sizes only.
+A plan is taken in one pass and keeps no rows: its memory grows with the number of tasks, of shards
+and of distinct sizes only.
 """
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from offline_diffusion.config import ImageFormat
+from offline_diffusion.data.packing import PackingModel
 from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, fit_size
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import SamplingParams
@@ -25,6 +26,9 @@ UTF8_BYTES_PER_TOKEN = 4.0
 """Rough for English, and for Chinese, where a character is three bytes."""
 
 _MAX_CACHED_SIZES = 65_536
+
+_NUM_RECENT_PROMPTS = 1_024
+"""About as many as an engine keeps encoded."""
 
 
 def task_shards(num_shards: int, num_tasks: int, task_index: int) -> range:
@@ -59,54 +63,31 @@ def estimate_text_tokens(text: str) -> int:
     return max(1, round(len(text.encode("utf-8", "surrogatepass")) / UTF8_BYTES_PER_TOKEN))
 
 
-class PackingModel:
-    """How full the token budget is when images are admitted in manifest order as soon as they fit.
-
-    Args:
-        max_num_batched_tokens: Token budget of a step; a single larger image runs alone.
-        max_num_seqs: Most images in a step.
-    """
-
-    def __init__(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_seqs = max_num_seqs
-        self._running: list[tuple[int, int]] = []  # (last step, tokens), a heap
-        self._tokens = 0
-        self._step = 0
-        self._end = 0
-        self._token_steps = 0
-
-    def add(self, num_tokens: int, num_steps: int) -> None:
-        """Admits one image of ``num_tokens`` in all its sequences for ``num_steps`` steps."""
-        num_tokens = min(num_tokens, self.max_num_batched_tokens)
-        room = self.max_num_batched_tokens - num_tokens
-        while self._tokens > room or len(self._running) >= self.max_num_seqs:
-            self._step, tokens = heapq.heappop(self._running)
-            self._tokens -= tokens
-        end = self._step + num_steps
-        heapq.heappush(self._running, (end, num_tokens))
-        self._tokens += num_tokens
-        self._token_steps += num_tokens * num_steps
-        self._end = max(self._end, end)
-
-    @property
-    def num_steps(self) -> int:
-        """Engine steps until the last image is done."""
-        return self._end
-
-    @property
-    def step_fill(self) -> float:
-        """Share of the token budget in use over all steps, 0 to 1."""
-        return self._token_steps / (self._end * self.max_num_batched_tokens) if self._end else 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskLoad:
-    """What one task has to do; ``flops`` of its denoise steps."""
+    """What one task has to do, all its images on one device.
+
+    Args:
+        task_index, num_shards: Which it is, and the shards it owns.
+        flops: Of its denoise steps; encoding prompts and decoding images come on top.
+        num_steps: Engine steps.
+        step_tokens: Tokens times steps, over all sequences.
+        step_squares: Squared lengths times steps, likewise.
+        num_images, num_pixels: To decode.
+        num_prompts: To encode; what is repeated soon counts once.
+        step_fill: Filled share of the token budget.
+    """
 
     task_index: int
     num_shards: int
     flops: float
+    num_steps: int
+    step_tokens: int
+    step_squares: int
+    num_images: int
+    num_pixels: int
+    num_prompts: int
+    step_fill: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +104,7 @@ class Plan:
         image_tokens, text_tokens: Of one forward of every sequence; text tokens are estimated.
         step_tokens: Tokens times steps, over all sequences.
         flops: Of all denoise steps; encoding prompts and decoding images come on top.
-        num_steps, step_fill: Engine steps on one worker, and the filled share of their budget.
+        num_steps, step_fill: Engine steps of all tasks, and the filled share of their budget.
         output_bytes: Estimated size of the encoded images.
         num_shards: Output shards.
         tasks: What each task has to do.
@@ -185,6 +166,48 @@ class _Totals:
     flops: float = 0.0
 
 
+class _Task:
+    """Adds up the work of one task."""
+
+    def __init__(self, packing: PackingModel) -> None:
+        self.packing = packing
+        self.step_tokens = 0
+        self.step_squares = 0
+        self.num_images = 0
+        self.num_pixels = 0
+        self.num_prompts = 0
+
+    def add(self, lengths: Sequence[int], num_steps: int, num_pixels: int, num_images: int) -> None:
+        """Images that are alike, of sequences of ``lengths`` tokens each."""
+        num_tokens = sum(lengths)
+        self.step_tokens += num_tokens * num_steps * num_images
+        self.step_squares += sum(length * length for length in lengths) * num_steps * num_images
+        self.num_images += num_images
+        self.num_pixels += num_pixels * num_images
+        for _ in range(num_images):
+            self.packing.add(num_tokens, num_steps)
+
+
+class _RecentPrompts:
+    """Which prompts are still encoded from a moment ago."""
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[int, None] = OrderedDict()
+
+    def num_new(self, *prompts: str) -> int:
+        """How many of ``prompts`` were not among the last ones."""
+        count = 0
+        for key in map(hash, prompts):
+            if key in self._hashes:
+                self._hashes.move_to_end(key)
+                continue
+            count += 1
+            self._hashes[key] = None
+            if len(self._hashes) > _NUM_RECENT_PROMPTS:
+                self._hashes.popitem(last=False)
+        return count
+
+
 class PlanBuilder:
     """Adds rows up to a ``Plan``.
 
@@ -193,6 +216,8 @@ class PlanBuilder:
         defaults: The job's values for rows that are silent.
         shard_size: Rows of a shard.
         max_num_batched_tokens, max_num_seqs: The budget of a step.
+        look_ahead: Waiting images that a step's company is chosen from.
+        num_tasks: Tasks that share the job.
         image_format: For the size of the output.
     """
 
@@ -204,13 +229,18 @@ class PlanBuilder:
         shard_size: int,
         max_num_batched_tokens: int,
         max_num_seqs: int,
+        look_ahead: int = 1,
+        num_tasks: int = 1,
         image_format: ImageFormat = "png",
     ) -> None:
         self._capabilities = capabilities
         self._defaults = defaults
         self._shard_size = shard_size
         self._image_format = image_format
-        self._packing = PackingModel(max_num_batched_tokens, max_num_seqs)
+        self._tasks = [
+            _Task(PackingModel(max_num_batched_tokens, max_num_seqs, look_ahead)) for _ in range(num_tasks)
+        ]
+        self._prompts = _RecentPrompts()
         self._sizes: dict[tuple[int | None, int | None], _Size] = {}
         self._costs = array("d")
         self._totals = _Totals()
@@ -237,42 +267,41 @@ class PlanBuilder:
         if fault is not None:
             self._faults[fault] += 1
             return
-        self._costs[shard] += self._add_images(row, size)
+        self._costs[shard] += self._add_images(row, size, self._tasks[shard % len(self._tasks)])
 
-    def _add_images(self, row: ManifestRow, size: _Size) -> float:
+    def _add_images(self, row: ManifestRow, size: _Size, task: _Task) -> float:
         params, totals, num_images = row.params, self._totals, row.params.num_images_per_prompt
         default_steps = self._defaults.num_inference_steps or self._capabilities.default_num_inference_steps
         num_steps = params.num_inference_steps or default_steps
-        text_tokens = self._text_tokens_of_branches(row)
+        prompts = self._prompts_of_branches(row)
+        text_tokens = [
+            min(estimate_text_tokens(text), self._capabilities.max_prompt_tokens) for text in prompts
+        ]
         tokens = [size.image_tokens + text for text in text_tokens]
-        forward = sum(tokens)
         flops = sum(map(self._capabilities.forward_flops, tokens)) * num_steps * num_images
         totals.num_good_rows += 1
         totals.num_images += num_images
         totals.num_cfg_images += num_images if len(tokens) > 1 else 0
         totals.image_tokens += size.image_tokens * len(tokens) * num_images
         totals.text_tokens += sum(text_tokens) * num_images
-        totals.step_tokens += forward * num_steps * num_images
+        totals.step_tokens += sum(tokens) * num_steps * num_images
         totals.flops += flops
         self._resolutions[size.drawn] += num_images
         self._steps[num_steps] += num_images
         self._final_pixels += size.final_pixels * num_images
-        for _ in range(num_images):
-            self._packing.add(forward, num_steps)
+        task.num_prompts += self._prompts.num_new(*prompts)
+        task.add(tokens, num_steps, size.drawn[0] * size.drawn[1], num_images)
         return flops
 
-    def _text_tokens_of_branches(self, row: ManifestRow) -> list[int]:
-        """Of the prompt and, where guidance is on, of the negative prompt."""
-        params, defaults, limit = row.params, self._defaults, self._capabilities.max_prompt_tokens
-        tokens = [min(estimate_text_tokens(row.prompt), limit)]
+    def _prompts_of_branches(self, row: ManifestRow) -> list[str]:
+        """The prompt and, where guidance is on, the negative prompt."""
+        params, defaults = row.params, self._defaults
         negative = defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt
         asked = defaults.true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale
         scale = self._capabilities.default_true_cfg_scale if asked is None else asked
         if scale > 1 and negative is None:
             self._totals.num_guidance_off_rows += 1
-        elif scale > 1 and negative is not None:
-            tokens.append(min(estimate_text_tokens(negative), limit))
-        return tokens
+        return [row.prompt, negative] if scale > 1 and negative is not None else [row.prompt]
 
     def _lora_fault(self, params: SamplingParams) -> str | None:
         if params.lora is None or self._capabilities.supports_lora:
@@ -301,25 +330,40 @@ class PlanBuilder:
             fault=capabilities.check_size(*drawn),
         )
 
-    def finish(self, num_tasks: int = 1) -> Plan:
-        """The plan over the rows added so far, for ``num_tasks`` tasks."""
-        balanced = assign_shards(self._costs, num_tasks)
+    def finish(self) -> Plan:
+        """The plan over the rows added so far; no more may follow."""
+        balanced = assign_shards(self._costs, len(self._tasks))
+        tasks = [self._task_load(index, task) for index, task in enumerate(self._tasks)]
+        num_steps = sum(task.num_steps for task in tasks)
+        filled = sum(task.step_fill * task.num_steps for task in tasks)
         return Plan(
             **asdict(self._totals),
             resolutions=dict(sorted(self._resolutions.items(), key=lambda item: (-item[1], item[0]))),
             inference_steps=dict(sorted(self._steps.items())),
             faults=dict(self._faults.most_common()),
-            num_steps=self._packing.num_steps,
-            step_fill=self._packing.step_fill,
+            num_steps=num_steps,
+            step_fill=filled / num_steps if num_steps else 0.0,
             output_bytes=round(self._final_pixels * BYTES_PER_PIXEL[self._image_format]),
             num_shards=len(self._costs),
-            tasks=[self._task_load(task, num_tasks) for task in range(num_tasks)],
+            tasks=tasks,
             balanced_flops=max(self._load(owned) for owned in balanced),
         )
 
-    def _task_load(self, task_index: int, num_tasks: int) -> TaskLoad:
-        owned = task_shards(len(self._costs), num_tasks, task_index)
-        return TaskLoad(task_index=task_index, num_shards=len(owned), flops=self._load(owned))
+    def _task_load(self, task_index: int, task: _Task) -> TaskLoad:
+        owned = task_shards(len(self._costs), len(self._tasks), task_index)
+        task.packing.drain()
+        return TaskLoad(
+            task_index=task_index,
+            num_shards=len(owned),
+            flops=self._load(owned),
+            num_steps=task.packing.num_steps,
+            step_tokens=task.step_tokens,
+            step_squares=task.step_squares,
+            num_images=task.num_images,
+            num_pixels=task.num_pixels,
+            num_prompts=task.num_prompts,
+            step_fill=task.packing.step_fill,
+        )
 
     def _load(self, shards: Sequence[int]) -> float:
         return sum(self._costs[shard] for shard in shards)

@@ -11,11 +11,13 @@ from typing import TypeVar
 import torch
 
 from offline_diffusion.config import EngineConfig
+from offline_diffusion.engine.cost import CostMeter
+from offline_diffusion.engine.faults import row_fault
 from offline_diffusion.engine.memory import check_memory, fit_token_budget, is_out_of_memory, measure_limits
 from offline_diffusion.engine.model_runner import DecodedImage, ModelRunner
 from offline_diffusion.engine.packed_batch import PreparedRequest
 from offline_diffusion.engine.scheduler import LOOK_AHEAD, ScheduledRequest, Scheduler
-from offline_diffusion.engine.stats import EngineStats, StepTimer
+from offline_diffusion.engine.stats import EngineStats, StepShare, StepTimer
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
 from offline_diffusion.request import FinishReason, Request, RequestMetrics, RequestOutput
 
@@ -43,6 +45,7 @@ class _RequestState:
     num_tokens: int
     arrival: float
     metrics: RequestMetrics
+    share: StepShare
     started: float | None = None
     prepared: PreparedRequest | None = None
     sum_batch_seqs: int = 0
@@ -96,7 +99,7 @@ class Engine:
         try:
             state = self._make_state(request)
         except Exception as error:
-            self._refuse(request, *_row_fault(error))
+            self._refuse(request, *row_fault(error))
             return
         self._states[request.request_id] = state
         self.scheduler.add(
@@ -120,14 +123,16 @@ class Engine:
         branches = [prompt] if negative is None else [prompt, negative]
         self.runner.prompts.expect(branches)
         num_image_tokens = self.model.capabilities.num_image_tokens(request.height, request.width)
-        num_tokens = sum(num_image_tokens + branch.num_tokens for branch in branches)
+        lengths = [num_image_tokens + branch.num_tokens for branch in branches]
+        num_tokens = sum(lengths)
         metrics = RequestMetrics(
             cfg_active=negative is not None,
             num_tokens=num_tokens,
             prompt_tokens=prompt.num_tokens,
             truncated_tokens=sum(branch.truncated_tokens for branch in branches),
         )
-        return _RequestState(request, prompt, negative, num_tokens, self._clock(), metrics)
+        share = StepShare(metrics, num_tokens, sum(length**2 for length in lengths))
+        return _RequestState(request, prompt, negative, num_tokens, self._clock(), metrics, share)
 
     def abort(self, request_id: str) -> bool:
         """Drops a request between steps; its output has status ``aborted``.
@@ -159,6 +164,11 @@ class Engine:
         """Whether any request is waiting, running, decoding or not yet handed out."""
         return bool(self._states or self._done)
 
+    def costs(self) -> CostMeter:
+        """What the steps so far took; waits for the device."""
+        self._timer.settle_all()
+        return self._timer.costs
+
     # --- one iteration -----------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -174,6 +184,8 @@ class Engine:
             time.sleep(WAVE_POLL_S)
         self._prepare_ahead()
         self._collect(wait=not self.scheduler.running and not self.scheduler.waiting)
+        if not self._states:
+            self._timer.pause()
         outputs, self._done = self._done, []
         return outputs
 
@@ -195,9 +207,10 @@ class Engine:
                 lambda: self.runner.prepare(state.request, state.prompt, state.negative)
             )
         except Exception as error:
-            self._fail(state, *_row_fault(error))
+            self._fail(state, *row_fault(error))
             return False
         state.metrics.encode_s = state.prepared.encode_s
+        self._timer.lap()
         return True
 
     def _prepare_ahead(self) -> None:
@@ -220,7 +233,7 @@ class Engine:
             else:
                 self._on_step_failure(running, error)
             return False
-        self._timer.end(start, [(state.metrics, state.num_tokens) for state in running])
+        self._timer.end(start, [state.share for state in running])
         self._count_step(running, num_seqs)
         return True
 
@@ -269,7 +282,7 @@ class Engine:
         """Finds whose fault it was by stepping each request alone; the others go on."""
         self._forget_pack(error)
         if len(running) == 1:
-            self._fail(running[0], *_row_fault(error))
+            self._fail(running[0], *row_fault(error))
             return
         for state in running:
             state.metrics.attempts += 1
@@ -281,7 +294,7 @@ class Engine:
                 self.runner.drop_batch()
             except Exception as own:
                 self._forget_pack(own)
-                self._fail(state, *_row_fault(own))
+                self._fail(state, *row_fault(own))
                 continue
             self._count_step([state], num_seqs)
         for entry in self.scheduler.advance():
@@ -306,7 +319,8 @@ class Engine:
         try:
             self._with_memory_back(lambda: self.runner.decode(prepared))
         except Exception as error:
-            self._finish(state, "failed", *_row_fault(error))
+            self._finish(state, "failed", *row_fault(error))
+        self._timer.lap()
 
     def _reserve_decode_slot(self) -> None:
         while self.runner.num_decoding >= MAX_DECODING:
@@ -383,16 +397,3 @@ class Engine:
             self._collect(wait=True)
         self._done.clear()
         self.runner.prompts.forget_expected()
-
-
-def _row_fault(error: Exception) -> tuple[str, str]:
-    """``error_type`` and ``error`` of an output.
-
-    Raises:
-        torch.AcceleratorError: The device is broken, which is no request's fault.
-    """
-    if isinstance(error, torch.AcceleratorError):
-        raise error
-    if is_out_of_memory(error):
-        return "out_of_memory", str(error)
-    return "model_error", f"{type(error).__name__}: {error}"

@@ -18,6 +18,7 @@ from torch import Tensor
 from offline_diffusion.accel.graphs import MAX_GRAPH_TOKENS, MIN_REPLAYS, StepRecorder
 from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
 from offline_diffusion.engine.prompt_cache import PromptCache
+from offline_diffusion.engine.stats import WorkCounts
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
 from offline_diffusion.request import Request
 from offline_diffusion.stages import NO_STAGES, Stages, in_stage
@@ -74,6 +75,7 @@ class ModelRunner:
     def __init__(self, model: DiffusionModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self.model = model
         self.stages: Stages = NO_STAGES
+        self.counts = WorkCounts()
         self._batch: PackedBatch | None = None
         self.prompts = PromptCache(model, clock)
         self._clock = clock
@@ -91,6 +93,7 @@ class ModelRunner:
         """Encodes the prompts (each distinct one once), draws the noise, lays out the schedule."""
         prompts = [prompt] if negative is None else [prompt, negative]
         (prompt_embeds, *negative_embeds), encode_s = self.prompts.get(prompts)
+        self.counts.num_prompts = self.prompts.num_encoded
         start = self._clock()
         sigmas, timesteps = self.model.prepare_timesteps(request)
         latents = self.model.prepare_latents(request).to(self.model.device, non_blocking=True).float()
@@ -160,6 +163,8 @@ class ModelRunner:
         else:
             image = self._decode_beside(prepared, self._side_stream)
         self._decoding.append(image)
+        self.counts.num_images += 1
+        self.counts.num_pixels += prepared.request.height * prepared.request.width
 
     @in_stage("decode")
     def _post_decode(self, prepared: PreparedRequest) -> tuple[Tensor, Tensor]:

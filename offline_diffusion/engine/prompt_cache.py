@@ -40,6 +40,8 @@ class PromptCache:
         self._model, self._clock = model, clock
         self._encoded: OrderedDict[tuple[int, ...], _Encoded] = OrderedDict()  # the last used at the end
         self._num_tokens = 0
+        self.num_encoded = 0
+        """Prompts, since the start."""
         self._expected: dict[tuple[int, ...], TokenizedPrompt] = {}
         self._alone: set[tuple[int, ...]] = set()  # of batches that failed
 
@@ -117,6 +119,7 @@ class PromptCache:
         for prompt, stream in zip(prompts, streams, strict=True):
             self._encoded[prompt.input_ids] = _Encoded(stream, share)
             self._num_tokens += stream.shape[0]
+        self.num_encoded += len(prompts)
 
     def _evict(self) -> None:
         """The least recently used, down to the limit; the last one stays in any case."""

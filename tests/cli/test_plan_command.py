@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from offline_diffusion.cli.cost_record import remember
 from offline_diffusion.cli.main import main
-from offline_diffusion.cli.throughput import remember
+from offline_diffusion.config import EngineConfig
+from offline_diffusion.engine.cost import CostModel, MeasuredCost
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "manifests" / "quickstart.jsonl"
@@ -70,20 +72,87 @@ def test_shards_fall_on_tasks(tiny_model: Path) -> None:
     assert [task["num_shards"] for task in values["tasks"]] == [2, 2, 1]
     assert sum(task["flops"] for task in values["tasks"]) == pytest.approx(values["flops"])
     slowest = max(task["flops"] for task in values["tasks"])
-    assert values["seconds"] == pytest.approx(slowest / values["flops_per_s"])
+    assert values["seconds"] == pytest.approx(slowest / 400e12)
+    assert sum(task["num_steps"] for task in values["tasks"]) == values["num_steps"]
     assert slowest >= values["balanced_flops"] >= values["flops"] / 3
 
 
-def test_the_time_estimate_names_what_it_rests_on(tiny_model: Path) -> None:
-    assumed = plan(tiny_model)
-    assert assumed["time_basis"].startswith("assumed 400 TFLOP/s")
-    assert assumed["device_seconds"] == pytest.approx(assumed["flops"] / 400e12)
-    remember(str(tiny_model), "NVIDIA H200", 2e9, 240, 62.0)
-    measured = plan(tiny_model)
-    assert measured["time_basis"].startswith("measured on NVIDIA H200 over 240 images in 1 min 02 s on 20")
-    assert measured["flops_per_s"] == 2e9
-    stated = plan(tiny_model, "--tflops", "0.5")
-    assert (stated["time_basis"], stated["flops_per_s"]) == ("--tflops 0.5", 5e11)
+TERMS = CostModel(fixed_s=3.0, token_s=0.01, square_s=1e-6, image_s=7.0, pixel_s=1e-5, prompt_s=11.0)
+
+
+def run_before(model: Path, *, budget: int = 2_000, **options: Any) -> None:
+    """A run whose steps cost ``TERMS``."""
+    cost = MeasuredCost(
+        model=TERMS,
+        num_steps=1_234,
+        seconds=62.0,
+        num_images=240,
+        max_num_batched_tokens=budget,
+        dtype="float32",
+    )
+    remember(cost, EngineConfig(model=str(model), device="cpu", **options))
+
+
+def test_without_a_run_the_estimate_is_assumed(tiny_model: Path) -> None:
+    values = plan(tiny_model)
+    assert values["time_basis"].startswith("assumed 400 TFLOP/s")
+    assert (values["flops_per_s"], values["cost"]) == (400e12, None)
+    assert values["device_seconds"] == pytest.approx(values["flops"] / 400e12)
+    assert values["max_num_batched_tokens"] == 16_384
+
+
+def test_after_a_run_the_estimate_is_the_cost_models(tiny_model: Path) -> None:
+    run_before(tiny_model)
+    values = plan(tiny_model, "--num-tasks", 2, "--shard-size", 5)
+    assert values["time_basis"].startswith("cost model measured on CPU over 1,234 steps on 20")
+    assert values["flops_per_s"] is None
+    assert values["cost"] == {
+        "fixed_s": 3.0, "token_s": 0.01, "square_s": 1e-6, "image_s": 7.0, "pixel_s": 1e-5, "prompt_s": 11.0
+    }  # fmt: skip
+    for task in values["tasks"]:
+        by_hand = 3.0 * task["num_steps"] + 0.01 * task["step_tokens"] + 1e-6 * task["step_squares"]
+        by_hand += 7.0 * task["num_images"] + 1e-5 * task["num_pixels"] + 11.0 * task["num_prompts"]
+        assert task["seconds"] == pytest.approx(by_hand)
+    seconds = [task["seconds"] for task in values["tasks"]]
+    assert (values["seconds"], values["device_seconds"]) == (max(seconds), pytest.approx(sum(seconds)))
+    rows = quickstart_rows()
+    pixels = sum(row["height"] * row["width"] * row.get("num_images_per_prompt", 1) for row in rows)
+    assert sum(task["num_pixels"] for task in values["tasks"]) == pixels
+    text = invoke(tiny_model, "--num-tasks", 2, "--shard-size", 5).stdout
+    assert "on 2 tasks (cost model measured on CPU over 1,234 steps on 20" in text
+
+
+def test_a_stated_rate_wins_over_the_cost_model(tiny_model: Path) -> None:
+    run_before(tiny_model)
+    values = plan(tiny_model, "--tflops", "0.5")
+    assert (values["time_basis"], values["flops_per_s"], values["cost"]) == ("--tflops 0.5", 5e11, None)
+    assert values["seconds"] == pytest.approx(values["flops"] / 5e11)
+
+
+def test_a_run_in_another_number_format_tells_nothing(tiny_model: Path) -> None:
+    run_before(tiny_model, quantization="fp8")
+    assert plan(tiny_model)["cost"] is None
+
+
+def test_the_budget_is_the_options_or_else_the_measured_one(tiny_model: Path) -> None:
+    run_before(tiny_model, budget=600)
+    measured, stated = plan(tiny_model), plan(tiny_model, "--max-num-batched-tokens", 16_384)
+    assert (measured["max_num_batched_tokens"], stated["max_num_batched_tokens"]) == (600, 16_384)
+    assert measured["num_steps"] > stated["num_steps"]
+    assert "of 600 tokens filled" in invoke(tiny_model).stdout
+
+
+def test_the_jobs_policy_is_simulated(tiny_model: Path, tmp_path: Path) -> None:
+    """Large and small in turn: only who looks ahead puts the small ones together."""
+    manifest, job = tmp_path / "m.jsonl", tmp_path / "job.yaml"
+    sizes = (256, 64) * 20
+    manifest.write_text("".join(f'{{"prompt": "a", "height": {size}, "width": {size}}}\n' for size in sizes))
+    num_steps = {}
+    for policy in ("pack", "fifo"):
+        job.write_text(f"manifests: {manifest}\nmodel: {tiny_model}\nscheduling_policy: {policy}\n")
+        args = ["plan", "--job", str(job), "--max-num-batched-tokens", "260", "--json"]
+        num_steps[policy] = json.loads(CliRunner().invoke(main, args).stdout)["num_steps"]
+    assert num_steps == {"pack": 22 * 12, "fifo": 40 * 12}
 
 
 def test_row_defaults_and_faults(tiny_model: Path, tmp_path: Path) -> None:

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from offline_diffusion.cli.cost_record import recall
 from offline_diffusion.cli.main import main
-from offline_diffusion.cli.throughput import recall
+from offline_diffusion.config import EngineConfig
+from offline_diffusion.engine.cost import CostModel, MeasuredCost
 from offline_diffusion.errors import JobInterrupted, JobMismatchError, ManifestError
-from offline_diffusion.progress import JobSummary, Progress, StopFlag
+from offline_diffusion.job import JobSummary
+from offline_diffusion.progress import StopFlag
 
 Run = Callable[..., Any]
 
@@ -99,7 +102,7 @@ def test_the_summary_as_json_is_all_of_standard_output() -> None:
     assert json.loads(result.stdout) == {
         "out": "out", "num_rows": 4, "num_images": 4, "num_ok": 4, "num_failed": 1,
         "num_quarantined_rows": 0, "num_resumed": 0, "num_shards": 1, "seconds": 2.0, "images_per_s": 2.0,
-        "interrupted": False, "warnings": ["w"], "profile": None,
+        "interrupted": False, "warnings": ["w"], "cost": None, "profile": None,
     }  # fmt: skip
 
 
@@ -155,17 +158,14 @@ def test_usage_mistakes_exit_with_2_before_the_job_starts() -> None:
         assert "Traceback" not in result.output
 
 
-def test_a_run_is_remembered_for_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_run_cost_is_remembered_for_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    now = iter(range(0, 100, 10))
-    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
-
-    def run_task(config: Any, *, observer: Callable[[Progress], None], **_: Any) -> JobSummary:
-        observer(Progress(phase="running", num_done=1, work_done=1e12))
-        observer(Progress(phase="finishing", num_done=3, work_done=5e12))
-        return summary()
-
-    assert invoke(run_task, "--model", "m", "--device", "cpu").exit_code == 0
-    record = recall("m")
+    terms = CostModel(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    cost = MeasuredCost(terms, 50, 20.0, 60, max_num_batched_tokens=4_096, dtype="float32")
+    result = invoke(lambda config, **_: summary(cost=cost), "--model", "m", "--device", "cpu", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["cost"]["model"]["square_s"] == 0.3
+    record = recall(EngineConfig(model="m"))
     assert record is not None
-    assert (record.device, record.num_images) == ("CPU", 2)
+    assert (record.device, record.num_images, record.max_num_seqs) == ("CPU", 60, 128)
+    assert record.cost_model() == terms

@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_diffusion.data.plan import (
-    PackingModel,
-    PlanBuilder,
-    assign_shards,
-    estimate_text_tokens,
-    task_shards,
-)
+from offline_diffusion.data.plan import PlanBuilder, assign_shards, estimate_text_tokens, task_shards
 from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, resolve_row
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import SamplingParams
@@ -74,38 +68,8 @@ def test_assignment_is_deterministic_with_equal_costs() -> None:
     assert assign_shards([1.0] * 5, 2) == [[0, 2, 4], [1, 3]]
 
 
-def brute_force_steps(images: list[tuple[int, int]], budget: int, max_num_seqs: int) -> tuple[int, float]:
-    """Step by step: admit in order while there is room, then every running image does a step."""
-    waiting, running, used = list(images), [], []
-    while waiting or running:
-        while waiting and len(running) < max_num_seqs:
-            tokens = min(waiting[0][0], budget)
-            if tokens + sum(token for token, _ in running) > budget:
-                break
-            running.append((tokens, waiting.pop(0)[1]))
-        used.append(sum(tokens for tokens, _ in running))
-        running = [(tokens, steps - 1) for tokens, steps in running if steps > 1]
-    return len(used), sum(used) / (len(used) * budget)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=1, max_size=30),
-    st.integers(1, 100),
-    st.integers(1, 5),
-)
-def test_packing_model_is_first_in_first_out(
-    images: list[tuple[int, int]], budget: int, max_num_seqs: int
-) -> None:
-    model = PackingModel(budget, max_num_seqs)
-    for tokens, steps in images:
-        model.add(tokens, steps)
-    num_steps, fill = brute_force_steps(images, budget, max_num_seqs)
-    assert model.num_steps == num_steps
-    assert model.step_fill == pytest.approx(fill)
-
-
 def test_an_empty_manifest_has_a_plan() -> None:
-    plan = make_builder().finish(num_tasks=3)
+    plan = make_builder(num_tasks=3).finish()
     assert (plan.num_rows, plan.num_images, plan.num_shards, plan.step_fill) == (0, 0, 0, 0.0)
     assert [task.num_shards for task in plan.tasks] == [0, 0, 0]
 
@@ -127,6 +91,45 @@ def test_flops_and_tokens_of_one_row_by_hand() -> None:
     assert plan.inference_steps == {3: 2}
 
 
+def test_what_a_cost_model_asks_by_hand() -> None:
+    """Shards of two rows go to two tasks in turn; the third shard is the first task's again."""
+    builder = make_builder(shard_size=2, num_tasks=2)
+    guided = {"true_cfg_scale": 2.0, "negative_prompt": "bad!"}
+    builder.add(make_row(0, "abcd", height=32, width=32, num_inference_steps=3, num_images_per_prompt=4))
+    builder.add(make_row(1, "abcd" * 2, height=64, width=32, num_inference_steps=5, **guided))
+    builder.add(make_row(2, "abcd", height=16, width=16, num_inference_steps=7))
+    builder.add(make_row(4, "abcd" * 3, height=16, width=16, num_inference_steps=2, **guided))
+    first, second = builder.finish().tasks
+    # Sequences: 4 + 1 tokens, four times, 3 steps; 8 + 2 and 8 + 1, 5 steps; 1 + 3 and 1 + 1, 2 steps.
+    assert first.step_tokens == 4 * 5 * 3 + 19 * 5 + 6 * 2
+    assert first.step_squares == 4 * 25 * 3 + (100 + 81) * 5 + (16 + 4) * 2
+    assert (first.num_images, first.num_pixels) == (6, 4 * 32 * 32 + 64 * 32 + 16 * 16)
+    assert first.num_prompts == 1 + 2 + 1  # the negative prompt once
+    assert first.num_steps == 5  # all fit together
+    assert first.step_fill == pytest.approx(first.step_tokens / 5 / 1000)
+    assert (second.step_tokens, second.step_squares, second.num_pixels) == (2 * 7, 4 * 7, 256)
+    assert (second.num_images, second.num_steps) == (1, 7)
+    plan = builder.finish()
+    assert (plan.num_steps, plan.step_tokens) == (12, first.step_tokens + second.step_tokens)
+    assert plan.step_fill == pytest.approx(plan.step_tokens / 12 / 1000)
+
+
+def test_a_cropped_image_is_decoded_as_it_is_drawn() -> None:
+    builder = make_builder(RowDefaults(on_bad_size="crop"))
+    builder.add(make_row(0, height=30, width=17))
+    plan = builder.finish()
+    assert plan.tasks[0].num_pixels == 32 * 32
+    assert plan.output_bytes == round(30 * 17 * 1.6)
+
+
+def test_a_prompt_that_comes_again_soon_is_encoded_once() -> None:
+    builder = make_builder()
+    for number in range(5_000):
+        builder.add(make_row(number, f"prompt {number % 2_000 if number >= 10 else 3}"))
+    # The first ten are one; 2,000 in turn are forgotten before they come again.
+    assert builder.finish().tasks[0].num_prompts == 1 + 4_990
+
+
 def test_text_tokens_are_cut_at_the_models_limit() -> None:
     capabilities = replace(CAPABILITIES, max_prompt_tokens=7)
     builder = PlanBuilder(
@@ -142,10 +145,10 @@ def test_a_text_has_at_least_one_token(text: str) -> None:
 
 
 def test_faulty_rows_cost_nothing_but_keep_their_shard() -> None:
-    builder = make_builder(shard_size=2)
+    builder = make_builder(shard_size=2, num_tasks=3)
     for number in range(5):
         builder.add(make_fault(number) if number in (2, 3) else make_row(number))
-    plan = builder.finish(num_tasks=3)
+    plan = builder.finish()
     assert (plan.num_rows, plan.num_good_rows, plan.num_shards) == (5, 3, 3)
     assert [task.flops > 0 for task in plan.tasks] == [True, False, True]
     assert sum(task.flops for task in plan.tasks) == pytest.approx(plan.flops)

@@ -11,7 +11,7 @@ import torch
 from engine_fakes import FakeModel, make_request
 
 from offline_diffusion import OfflineDiffusion, SamplingParams
-from offline_diffusion.config import EngineConfig
+from offline_diffusion.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from offline_diffusion.engine import offline
 from offline_diffusion.errors import ConfigError, ModelError
 from offline_diffusion.request import MAX_SEED
@@ -138,7 +138,7 @@ def test_a_model_that_is_nowhere() -> None:
 
 def test_options_reach_the_engine(fake: OfflineDiffusion) -> None:
     assert fake.engine.scheduler.max_num_seqs == 3
-    assert fake.engine.scheduler.max_num_batched_tokens == EngineConfig().max_num_batched_tokens
+    assert fake.engine.scheduler.max_num_batched_tokens == DEFAULT_MAX_NUM_BATCHED_TOKENS
 
 
 def test_drawing_needs_no_grad_mode_of_the_callers(fake: OfflineDiffusion) -> None:
