@@ -21,7 +21,7 @@ from offline_diffusion.data.plan import task_shards
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
 from offline_diffusion.data.sink import Sink
-from offline_diffusion.engine.cost import MeasuredCost, square_ratio
+from offline_diffusion.engine.cost import MeasuredCost, measured_cost
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.feed import Feed, row_defaults, with_other_faults
@@ -144,22 +144,6 @@ def _compute_kind(config: JobConfig) -> dict[str, str]:
     dtype = resolve_dtype(config.dtype, device)
     backend, _ = load_backend(config.attention_backend, device, dtype)
     return {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "attention_backend": backend}
-
-
-def _measured_cost(engine: Engine) -> MeasuredCost | None:
-    """What the engine's steps cost; None when it ran too few."""
-    costs, model = engine.costs(), engine.model
-    fitted = costs.fit(square_ratio(model.capabilities.forward_flops))
-    if fitted is None:
-        return None
-    return MeasuredCost(
-        model=fitted,
-        num_steps=costs.num_steps,
-        seconds=costs.seconds,
-        num_images=engine.stats.num_finished,
-        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
-        dtype=str(model.dtype).removeprefix("torch."),
-    )
 
 
 @dataclass
@@ -305,7 +289,7 @@ class _Task:
         try:
             finished = self._loop(engine, feed, sink)
             self._report("finishing", engine)
-            self.cost = _measured_cost(engine)
+            self.cost = measured_cost(engine)
         finally:
             sink.close(abandon=not finished)
         return finished

@@ -58,7 +58,7 @@ def test_options_cannot_be_changed() -> None:
         ("max_num_seqs", 0, "max_num_seqs: Input should be greater than or equal to 1, got 0"),
         ("max_num_batched_tokens", "many", "max_num_batched_tokens: Input should be a valid integer"),
         ("scheduling_policy", "best", "scheduling_policy: Input should be 'fifo' or 'pack', got 'best'"),
-        ("quantization", "fp4", "quantization: Input should be 'none' or 'fp8', got 'fp4'"),
+        ("quantization", "fp4", "quantization: Input should be 'none', 'fp8' or 'int8', got 'fp4'"),
         ("request_batch_max_wait_ms", -1, "request_batch_max_wait_ms: Input should be greater"),
         ("seed", 2**64, "seed: Input should be less than or equal to 18446744073709551615"),
         ("seed", -1, "seed: Input should be greater than or equal to 0"),

@@ -16,6 +16,7 @@ from job_fakes import write_jsonl
 from offline_diffusion.config import JobConfig, make_job_config
 from offline_diffusion.data.shard_writer import ShardWriter
 from offline_diffusion.data.verify import verify
+from offline_diffusion.engine.cost import CostMeter
 from offline_diffusion.job import Progress, run_task
 from offline_diffusion.models.registry import Checkpoint
 from offline_diffusion.request import Request, RequestMetrics, RequestOutput
@@ -47,6 +48,9 @@ class StandInEngine:
 
     def close_source(self) -> None:
         pass
+
+    def costs(self) -> CostMeter:
+        return CostMeter()  # it takes no steps
 
     def step(self) -> list[RequestOutput]:
         taken = [self.waiting.popleft() for _ in range(min(IMAGES_A_STEP, len(self.waiting)))]

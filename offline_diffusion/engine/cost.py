@@ -11,8 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from offline_diffusion.engine.engine import Engine
 
 MIN_STEPS = 8
 """Fewer determine nothing."""
@@ -200,6 +204,22 @@ def fit_cost_model(samples: Iterable[StepSample], square_ratio: float = 0.0) -> 
     for sample in samples:
         meter.add(sample)
     return meter.fit(square_ratio)
+
+
+def measured_cost(engine: Engine) -> MeasuredCost | None:
+    """What an engine's steps cost; None when it ran too few. Waits for the device."""
+    costs, model = engine.costs(), engine.model
+    fitted = costs.fit(square_ratio(model.capabilities.forward_flops))
+    if fitted is None:
+        return None
+    return MeasuredCost(
+        model=fitted,
+        num_steps=costs.num_steps,
+        seconds=costs.seconds,
+        num_images=engine.stats.num_finished,
+        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
 
 
 def _amounts(work: StepSample) -> np.ndarray:

@@ -119,7 +119,7 @@ def test_a_cropped_image_is_decoded_as_it_is_drawn() -> None:
     builder.add(make_row(0, height=30, width=17))
     plan = builder.finish()
     assert plan.tasks[0].num_pixels == 32 * 32
-    assert plan.output_bytes == round(30 * 17 * 1.6)
+    assert plan.output_bytes == round(30 * 17 * 1.45)
 
 
 def test_a_prompt_that_comes_again_soon_is_encoded_once() -> None:
