@@ -50,6 +50,10 @@ class _RequestState:
     prepared: PreparedRequest | None = None
     sum_batch_seqs: int = 0
 
+    @property
+    def num_text_tokens(self) -> int:
+        return self.prompt.num_tokens + (self.negative.num_tokens if self.negative else 0)
+
 
 class Engine:
     """Step-level continuous batching of unlike requests over one model.
@@ -107,6 +111,7 @@ class Engine:
                 request_id=request.request_id,
                 num_tokens=state.num_tokens,
                 num_steps=request.num_inference_steps,
+                num_text_tokens=state.num_text_tokens,
                 batch_key=self.model.batch_key(request),
                 wave_key=(request.height, request.width, request.num_inference_steps, request.cfg_active),
                 arrival=state.arrival,

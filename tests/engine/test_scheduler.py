@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offline_diffusion.engine import scheduler as scheduler_module
 from offline_diffusion.engine.scheduler import (
     LOOK_AHEAD,
-    MAX_BYPASSED,
+    MAX_OVERTAKEN,
     ScheduledRequest,
     Scheduler,
     SchedulerOutput,
@@ -31,25 +33,29 @@ class Run:
     packs: list[SchedulerOutput] = field(default_factory=list)
     steps: Counter[str] = field(default_factory=Counter)
     finished: list[str] = field(default_factory=list)
-    bypassed: Counter[str] = field(default_factory=Counter)
+    overtaken: Counter[str] = field(default_factory=Counter)
 
     @property
     def admissions(self) -> list[str]:
         return [entry.request_id for pack in self.packs for entry in pack.admitted]
 
 
-def drive(scheduler: Scheduler, traffic: Sequence[tuple[int, ScheduledRequest]]) -> Run:
-    """``traffic``: iteration of arrival and request, in order; time is the iteration."""
+def drive(
+    scheduler: Scheduler, traffic: Sequence[tuple[int, ScheduledRequest]], *, closes: bool = False
+) -> Run:
+    """``traffic``: iteration of arrival and request, in order; time is the iteration.
+
+    With ``closes`` the scheduler is told when the last has arrived.
+    """
     run, arrivals, now = Run(), [(at, replace(entry)) for at, entry in traffic], 0
     while arrivals or scheduler.waiting or scheduler.running:
         while arrivals and arrivals[0][0] <= now:
             scheduler.add(arrivals.pop(0)[1])
-        head = scheduler.waiting[0].request_id if scheduler.waiting else None
+        scheduler.no_more_requests = closes and not arrivals
         pack = scheduler.schedule(float(now))
-        admitted = [entry.request_id for entry in pack.admitted]
-        if admitted and head not in admitted:
-            assert head is not None
-            run.bypassed[head] += 1
+        names = [int(entry.request_id) for entry in pack.admitted]  # numbered in order of arrival
+        for entry in scheduler.waiting:
+            run.overtaken[entry.request_id] += sum(name > int(entry.request_id) for name in names)
         run.packs.append(SchedulerOutput(tuple(map(replace, pack.running)), pack.admitted))
         run.steps.update(entry.request_id for entry in pack.running)
         run.finished += [entry.request_id for entry in scheduler.advance()]
@@ -65,9 +71,18 @@ def traffics(draw: st.DrawFn, *, num_keys: int = 1) -> list[tuple[int, Scheduled
     entries = []
     for index, at in enumerate(arrivals):
         tokens, steps = draw(st.integers(1, 60)), draw(st.integers(1, 6))
+        text = draw(st.integers(0, tokens))
         key = draw(st.sampled_from(KEYS[:num_keys]))
         wave = (steps, draw(st.sampled_from((0, 1))))
-        entry = ScheduledRequest(str(index), tokens, steps, batch_key=key, wave_key=wave, arrival=float(at))
+        entry = ScheduledRequest(
+            str(index),
+            tokens,
+            steps,
+            num_text_tokens=text,
+            batch_key=key,
+            wave_key=wave,
+            arrival=float(at),
+        )
         entries.append((at, entry))
     return entries
 
@@ -76,6 +91,7 @@ schedulers = st.fixed_dictionaries(
     {
         "max_num_seqs": st.integers(1, 6),
         "max_num_batched_tokens": st.integers(1, 120),
+        "max_num_text_tokens": st.none() | st.integers(1, 60),
         "policy": st.sampled_from(("fifo", "pack")),
         "step_execution": st.booleans(),
         "max_wait_s": st.sampled_from((0.0, 3.0)),
@@ -83,37 +99,38 @@ schedulers = st.fixed_dictionaries(
 )
 
 
-@given(schedulers, traffics(num_keys=2))
+@given(schedulers, traffics(num_keys=2), st.booleans())
 def test_every_limit_is_kept_and_every_request_runs_its_steps(
-    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]], closes: bool
 ) -> None:
-    run = drive(Scheduler(**options), traffic)
+    run = drive(Scheduler(**options), traffic, closes=closes)
+    limits = (options["max_num_batched_tokens"], options["max_num_text_tokens"] or 10**9)
     for pack in run.packs:
         assert len(pack.running) <= options["max_num_seqs"]
-        assert (
-            sum(entry.num_tokens for entry in pack.running) <= options["max_num_batched_tokens"]
-            or len(pack.running) == 1
-        )
+        num_tokens = sum(entry.num_tokens for entry in pack.running)
+        num_text_tokens = sum(entry.num_text_tokens for entry in pack.running)
+        assert (num_tokens <= limits[0] and num_text_tokens <= limits[1]) or len(pack.running) == 1
         assert len({entry.batch_key for entry in pack.running}) <= 1
         assert len({entry.request_id for entry in pack.running}) == len(pack.running)
     assert run.steps == {entry.request_id: entry.num_steps for _, entry in traffic}
     assert Counter(run.finished) == Counter(entry.request_id for _, entry in traffic)
 
 
-@given(schedulers, traffics(num_keys=2))
+@given(schedulers, traffics(num_keys=2), st.booleans())
 def test_the_same_traffic_gives_the_same_schedule(
-    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]], closes: bool
 ) -> None:
-    assert drive(Scheduler(**options), traffic) == drive(Scheduler(**options), traffic)
+    runs = [drive(Scheduler(**options), traffic, closes=closes) for _ in range(2)]
+    assert runs[0] == runs[1]
 
 
-@given(schedulers, traffics(num_keys=2))
+@given(schedulers, traffics(num_keys=2), st.booleans())
 def test_a_step_is_never_empty_while_requests_wait(
-    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]], closes: bool
 ) -> None:
     """But for a wave's admission window."""
     options = options | {"max_wait_s": 0.0}
-    run = drive(Scheduler(**options), traffic)
+    run = drive(Scheduler(**options), traffic, closes=closes)
     for now, pack in enumerate(run.packs):
         arrived = sum(1 for at, _ in traffic if at <= now)
         done = sum(1 for name in run.steps if _finish_time(run, name) < now)
@@ -130,12 +147,22 @@ def test_fifo_never_overtakes(options: dict[str, Any], traffic: list[tuple[int, 
     assert run.admissions == [entry.request_id for _, entry in traffic]
 
 
-@given(schedulers, traffics(num_keys=2))
-def test_the_head_of_the_queue_is_passed_a_bounded_number_of_times(
-    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]
+@given(schedulers, traffics(num_keys=2), st.integers(0, 4), st.sampled_from((5, LOOK_AHEAD)))
+def test_nobody_is_overtaken_by_many(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]], limit: int, look_ahead: int
 ) -> None:
-    run = drive(Scheduler(**options | {"policy": "pack"}), traffic)
-    assert max(run.bypassed.values(), default=0) <= MAX_BYPASSED
+    with mock.patch.multiple(scheduler_module, MAX_OVERTAKEN=limit, LOOK_AHEAD=look_ahead):
+        run = drive(Scheduler(**options | {"policy": "pack", "step_execution": True}), traffic)
+    assert max(run.overtaken.values(), default=0) < limit + options["max_num_seqs"]
+
+
+@given(schedulers, traffics(num_keys=2), st.integers(0, 4))
+def test_in_the_tail_nobody_is_overtaken_by_more_than_are_in_sight(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]], limit: int
+) -> None:
+    with mock.patch.multiple(scheduler_module, MAX_OVERTAKEN=limit, LOOK_AHEAD=5):
+        run = drive(Scheduler(**options | {"policy": "pack", "step_execution": True}), traffic, closes=True)
+    assert max(run.overtaken.values(), default=0) < limit + options["max_num_seqs"] + 5
 
 
 @given(schedulers, traffics(num_keys=2))
@@ -160,39 +187,96 @@ def test_an_endless_stream_of_better_requests_cannot_starve_the_head(num_tokens:
     scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=100, policy="pack")
     scheduler.add(ScheduledRequest("poor", num_tokens, 1))
     longest, num_passed = 9, 0
-    for iteration in range(longest * (MAX_BYPASSED + 2)):
-        for lane in range(3):  # each more work than the head, more than can run, ending at odd moments
+    for iteration in range(longest * MAX_OVERTAKEN):
+        for lane in range(3):  # each larger than most heads, more than can run, ending at odd moments
             steps = longest - (iteration + 2 * lane) % 3
             scheduler.add(ScheduledRequest(f"{iteration}-{lane}", 50, steps))
         pack = scheduler.schedule()
         if any(entry.request_id == "poor" for entry in pack.running):
-            assert 0 < num_passed <= MAX_BYPASSED
+            assert num_passed <= MAX_OVERTAKEN + 1
             return
-        num_passed += bool(pack.admitted)
+        num_passed += len(pack.admitted)
         scheduler.advance()
     pytest.fail("the head never ran")
 
 
-def test_the_head_is_next_once_it_was_passed_often_enough() -> None:
-    """One slot: every schedule admits one, and the head is the least work of all."""
+def test_the_head_is_next_once_it_was_overtaken_often_enough() -> None:
+    """One slot: every schedule admits one, and the head is the smallest of all."""
     scheduler = Scheduler(max_num_seqs=1, max_num_batched_tokens=100, policy="pack")
     scheduler.add(ScheduledRequest("poor", 1, 1))
-    for index in range(40):
+    for index in range(2 * MAX_OVERTAKEN):
         scheduler.add(ScheduledRequest(str(index), 50, 1))
     admitted = []
-    for _ in range(MAX_BYPASSED + 1):
+    for _ in range(MAX_OVERTAKEN + 1):
         admitted += [entry.request_id for entry in scheduler.schedule().admitted]
         scheduler.advance()
-    assert admitted == [*map(str, range(MAX_BYPASSED)), "poor"]
+    assert admitted == [*map(str, range(MAX_OVERTAKEN)), "poor"]
 
 
-def test_pack_takes_the_most_work_that_fits_first() -> None:
+def test_an_overdue_request_that_does_not_fit_keeps_the_room_that_there_is() -> None:
     scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=100, policy="pack")
-    for name, tokens, steps in [("a", 10, 1), ("b", 60, 5), ("c", 50, 8), ("d", 40, 1), ("e", 10, 1)]:
+    scheduler.add(ScheduledRequest("long", 60, 3))
+    scheduler.schedule()
+    scheduler.add(ScheduledRequest("overdue", 50, 1, num_overtaken=MAX_OVERTAKEN))
+    scheduler.add(ScheduledRequest("would fit", 40, 1))
+    running = []
+    for _ in range(4):
+        running.append([entry.request_id for entry in scheduler.schedule().running])
+        scheduler.advance()
+    assert running == [["long"], ["long"], ["long"], ["overdue", "would fit"]]
+
+
+def _admitted(requests: Sequence[tuple[str, int, int]], **options: Any) -> list[str]:
+    """What joins an empty step of 96 tokens; eighths of it are 12. ``requests``: name, tokens, steps."""
+    scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=96, policy="pack", **options)
+    for name, tokens, steps in requests:
         scheduler.add(ScheduledRequest(name, tokens, steps))
-    # work: c 400, b 300 (does not fit beside c), d 40, then a and e tie at 10 in their order
-    assert [entry.request_id for entry in scheduler.schedule().admitted] == ["c", "d", "a"]
-    assert [entry.request_id for entry in scheduler.waiting] == ["b", "e"]
+    return [entry.request_id for entry in scheduler.schedule().admitted]
+
+
+def test_pack_takes_the_largest_that_fits_then_the_next() -> None:
+    requests = [("a", 12, 9), ("b", 50, 9), ("c", 60, 9), ("d", 73, 1), ("e", 20, 1)]
+    assert _admitted(requests) == ["d", "e"]
+
+
+def test_of_about_equal_size_the_earlier_goes_first() -> None:
+    assert _admitted([("a", 60, 1), ("b", 61, 9), ("c", 71, 9)]) == ["a"]  # all five eighths and a bit
+
+
+def test_a_gap_is_avoided_where_others_fill_the_step() -> None:
+    """After 50, 40 leaves a gap of 6 that nothing fills; 26 and 20 fill the step."""
+    assert _admitted([("a", 50, 1), ("b", 40, 1), ("c", 26, 1), ("d", 20, 1)]) == ["a", "c", "d"]
+    assert _admitted([("a", 50, 1), ("b", 40, 1), ("c", 26, 1), ("d", 19, 1)]) == ["a", "c", "d"]  # 95 > 90
+    assert _admitted([("a", 50, 1), ("b", 45, 1), ("c", 26, 1), ("d", 20, 1)]) == ["a", "b"]  # 1 of 96 < 2 %
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=10), st.integers(60, 200))
+def test_a_new_pack_is_as_full_as_any_with_its_largest(sizes: list[int], budget: int) -> None:
+    """All subsets are tried; sizes are told apart by eighths of the budget, 2 % may stay empty."""
+    scheduler = Scheduler(max_num_seqs=64, max_num_batched_tokens=budget, policy="pack")
+    for index, num_tokens in enumerate(sizes):
+        scheduler.add(ScheduledRequest(str(index), num_tokens, 1))
+    admitted = scheduler.schedule().admitted
+    eighths = [num_tokens * 8 // budget for num_tokens in sizes]
+    first = eighths.index(max(eighths))
+    assert admitted[0].request_id == str(first)
+    others = sizes[:first] + sizes[first + 1 :]
+    sums = {0}
+    for num_tokens in others:
+        sums |= {total + num_tokens for total in sums}
+    best = max(total for total in sums if sizes[first] + total <= budget) + sizes[first]
+    assert sum(entry.num_tokens for entry in admitted) >= best - 0.02 * budget
+
+
+def test_text_has_a_budget_of_its_own() -> None:
+    scheduler = Scheduler(8, max_num_batched_tokens=1000, max_num_text_tokens=100)
+    for name, num_text_tokens in [("a", 60), ("b", 40), ("c", 1), ("huge", 101), ("d", 0)]:
+        scheduler.add(ScheduledRequest(name, 110, 1, num_text_tokens=num_text_tokens))
+    running = []
+    while scheduler.waiting:
+        running.append([entry.request_id for entry in scheduler.schedule().running])
+        scheduler.advance()
+    assert running == [["a", "b"], ["c"], ["huge"], ["d"]]
 
 
 def test_fifo_waits_behind_a_head_that_does_not_fit() -> None:
@@ -312,9 +396,27 @@ def test_remove_takes_out_waiting_and_running() -> None:
 def test_upcoming_names_those_that_the_policy_would_take() -> None:
     for policy, expected in [("fifo", ["a", "b"]), ("pack", ["c", "b"])]:
         scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=100, policy=policy)  # type: ignore[arg-type]
-        for name, tokens in [("a", 1), ("b", 5), ("c", 9)]:
+        for name, tokens in [("a", 1), ("b", 25), ("c", 45)]:
             scheduler.add(ScheduledRequest(name, tokens, 1))
         assert [entry.request_id for entry in scheduler.upcoming(2)] == expected
+
+
+@given(schedulers, traffics())
+def test_upcoming_begins_with_those_that_come_next(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]
+) -> None:
+    scheduler = Scheduler(**options | {"step_execution": True})
+    for _, entry in traffic:
+        scheduler.add(replace(entry))
+    expected: list[ScheduledRequest] = []
+    while scheduler.waiting or scheduler.running:
+        before = len(scheduler.running)
+        admitted = list(scheduler.schedule().admitted)
+        if before < scheduler.max_num_seqs and admitted:
+            assert not expected or admitted == expected[: len(admitted)]
+        expected = scheduler.upcoming(len(traffic))
+        assert {entry.request_id for entry in expected} == {e.request_id for e in scheduler.waiting}
+        scheduler.advance()
 
 
 def test_it_needs_no_torch() -> None:
