@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -15,44 +14,30 @@ from offline_diffusion.engine.cost import CostMeter
 from offline_diffusion.engine.faults import row_fault
 from offline_diffusion.engine.memory import check_memory, fit_token_budget, is_out_of_memory, measure_limits
 from offline_diffusion.engine.model_runner import DecodedImage, ModelRunner
-from offline_diffusion.engine.packed_batch import PreparedRequest
-from offline_diffusion.engine.scheduler import LOOK_AHEAD, ScheduledRequest, Scheduler
-from offline_diffusion.engine.stats import EngineStats, StepShare, StepTimer
-from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
+from offline_diffusion.engine.request_state import RequestState
+from offline_diffusion.engine.scheduler import LOOK_AHEAD, Scheduler
+from offline_diffusion.engine.stats import EngineStats, StepTimer
+from offline_diffusion.models.base import DiffusionModel
 from offline_diffusion.request import FinishReason, Request, RequestMetrics, RequestOutput
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NUM_PREPARED_AHEAD = 4
-"""Waiting requests whose prompts are encoded and noise is drawn while steps run."""
+NUM_PREPARED = {"cuda": (64, 8), "cpu": (4, 1)}
+"""Waiting requests whose prompts are encoded and noise is drawn while steps run, and how many of them a step,
+so that the next step is never far away. On a GPU, where it happens beside the steps before, as many as may
+join at once when a pack of equals ends; each takes less than a megabyte for 512 × 512 pixels."""
+
+TEXT_SHARE, MIN_TEXT_TOKENS = 0.25, 4_096
+"""Of the token budget, and at least: what text may take. Text has weights of its own, whose products are at
+their full rate with so many rows; the rest of a step is the images'."""
 
 WAVE_POLL_S = 0.001
 """Pause of an iteration in which a wave waits for company."""
 
-MAX_DECODING = 4
-"""Images that may be in decode at once before the next step waits for one."""
-
-
-@dataclass(slots=True)
-class _RequestState:
-    """A request between ``add_request`` and its output."""
-
-    request: Request
-    prompt: TokenizedPrompt
-    negative: TokenizedPrompt | None
-    num_tokens: int
-    arrival: float
-    metrics: RequestMetrics
-    share: StepShare
-    started: float | None = None
-    prepared: PreparedRequest | None = None
-    sum_batch_seqs: int = 0
-
-    @property
-    def num_text_tokens(self) -> int:
-        return self.prompt.num_tokens + (self.negative.num_tokens if self.negative else 0)
+MAX_DECODING = 32
+"""Images that may be in decode before the next step waits for one. They are decoded one after the other."""
 
 
 class Engine:
@@ -71,15 +56,18 @@ class Engine:
         self.runner = ModelRunner(model, clock)
         self.stats = EngineStats()
         self.limits = measure_limits(model)
+        budget = fit_token_budget(model, config.max_num_batched_tokens, self.limits)
         self.scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=fit_token_budget(model, config.max_num_batched_tokens, self.limits),
+            max_num_batched_tokens=budget,
+            max_num_text_tokens=max(MIN_TEXT_TOKENS, int(budget * TEXT_SHARE)),
+            memory_tokens=None if self.limits is None else self.limits.max_tokens,
             policy=config.scheduling_policy,
             step_execution=config.step_execution,
             max_wait_s=config.request_batch_max_wait_ms / 1000,
         )
         self._timer = StepTimer(model.device, self.stats, self.runner)
-        self._states: dict[str, _RequestState] = {}
+        self._states: dict[str, RequestState] = {}
         self._done: list[RequestOutput] = []
         self._clock = clock
         self._generating = False
@@ -101,43 +89,17 @@ class Engine:
             self._refuse(request, "out_of_memory", fault)
             return
         try:
-            state = self._make_state(request)
+            state = RequestState.of(request, self.model, self.limits, self._clock())
         except Exception as error:
             self._refuse(request, *row_fault(error))
             return
         self._states[request.request_id] = state
-        self.scheduler.add(
-            ScheduledRequest(
-                request_id=request.request_id,
-                num_tokens=state.num_tokens,
-                num_steps=request.num_inference_steps,
-                num_text_tokens=state.num_text_tokens,
-                batch_key=self.model.batch_key(request),
-                wave_key=(request.height, request.width, request.num_inference_steps, request.cfg_active),
-                arrival=state.arrival,
-            )
-        )
+        self.runner.prompts.expect(state.branches)
+        self.scheduler.add(state.scheduled(self.model))
 
     def _refuse(self, request: Request, error_type: str, error: str) -> None:
         self.stats.num_failed += 1
         self._done.append(RequestOutput(request, "failed", None, RequestMetrics(), error_type, error))
-
-    def _make_state(self, request: Request) -> _RequestState:
-        prompt = self.model.tokenize(request.prompt)
-        negative = self.model.tokenize(request.negative_prompt or "") if request.cfg_active else None
-        branches = [prompt] if negative is None else [prompt, negative]
-        self.runner.prompts.expect(branches)
-        num_image_tokens = self.model.capabilities.num_image_tokens(request.height, request.width)
-        lengths = [num_image_tokens + branch.num_tokens for branch in branches]
-        num_tokens = sum(lengths)
-        metrics = RequestMetrics(
-            cfg_active=negative is not None,
-            num_tokens=num_tokens,
-            prompt_tokens=prompt.num_tokens,
-            truncated_tokens=sum(branch.truncated_tokens for branch in branches),
-        )
-        share = StepShare(metrics, num_tokens, sum(length**2 for length in lengths))
-        return _RequestState(request, prompt, negative, num_tokens, self._clock(), metrics, share)
 
     def abort(self, request_id: str) -> bool:
         """Drops a request between steps; its output has status ``aborted``.
@@ -180,6 +142,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One denoise step for all running requests; returns the outputs that are ready."""
         self._reserve_decode_slot()
+        decoding = [self._states[request.request_id] for request in self.runner.decoding]
+        self.scheduler.decoding_tokens = max((state.decode_tokens for state in decoding), default=0)
         plan = self.scheduler.schedule(self._clock())
         running = [state for entry in plan.running if (state := self._ready(entry.request_id))]
         if running and self._denoise(running):
@@ -194,7 +158,7 @@ class Engine:
         outputs, self._done = self._done, []
         return outputs
 
-    def _ready(self, request_id: str) -> _RequestState | None:
+    def _ready(self, request_id: str) -> RequestState | None:
         """A running request with its prompts encoded; None when it failed on the way."""
         state = self._states[request_id]
         if not self._prepare(state):
@@ -204,7 +168,7 @@ class Engine:
             state.metrics.queue_s = state.started - state.arrival
         return state
 
-    def _prepare(self, state: _RequestState) -> bool:
+    def _prepare(self, state: RequestState) -> bool:
         if state.prepared is not None:
             return True
         try:
@@ -219,14 +183,13 @@ class Engine:
         return True
 
     def _prepare_ahead(self) -> None:
-        """At most one request a step, so that the next step is never far away."""
-        for entry in self.scheduler.upcoming(NUM_PREPARED_AHEAD):
-            state = self._states[entry.request_id]
-            if state.prepared is None:
-                self._prepare(state)
-                return
+        num_ahead, num_a_step = NUM_PREPARED[self.model.device.type]
+        upcoming = [self._states[entry.request_id] for entry in self.scheduler.upcoming(num_ahead)]
+        unprepared = [state for state in upcoming if state.prepared is None]
+        for state in unprepared[:num_a_step]:
+            self._prepare(state)
 
-    def _denoise(self, running: Sequence[_RequestState]) -> bool:
+    def _denoise(self, running: Sequence[RequestState]) -> bool:
         """One step; False when it did not happen and the next iteration tries again."""
         prepared = [state.prepared for state in running if state.prepared is not None]
         start = self._timer.begin()
@@ -242,7 +205,7 @@ class Engine:
         self._count_step(running, num_seqs)
         return True
 
-    def _count_step(self, running: Sequence[_RequestState], num_seqs: int) -> None:
+    def _count_step(self, running: Sequence[RequestState], num_seqs: int) -> None:
         self.stats.num_steps += 1
         self.stats.num_step_tokens += sum(state.num_tokens for state in running)
         self.stats.num_step_seqs += num_seqs
@@ -266,7 +229,7 @@ class Engine:
             self._collect(wait=True)
         return work()
 
-    def _on_out_of_memory(self, running: Sequence[_RequestState], error: BaseException) -> None:
+    def _on_out_of_memory(self, running: Sequence[RequestState], error: BaseException) -> None:
         """Shrinks the budget and tries again; a request that is alone fails with its numbers."""
         self._forget_pack(error)
         num_tokens = sum(state.num_tokens for state in running)
@@ -283,7 +246,7 @@ class Engine:
             len(evicted),
         )
 
-    def _on_step_failure(self, running: Sequence[_RequestState], error: Exception) -> None:
+    def _on_step_failure(self, running: Sequence[RequestState], error: Exception) -> None:
         """Finds whose fault it was by stepping each request alone; the others go on."""
         self._forget_pack(error)
         if len(running) == 1:
@@ -309,13 +272,13 @@ class Engine:
         error.__traceback__ = None  # its frames hold the failed step's tensors
         self.runner.drop_batch()
 
-    def _fail(self, state: _RequestState, error_type: str, error: str) -> None:
+    def _fail(self, state: RequestState, error_type: str, error: str) -> None:
         self.scheduler.remove(state.request.request_id)
         self._finish(state, "failed", error_type, error)
 
     # --- images out --------------------------------------------------------------------------
 
-    def _decode(self, state: _RequestState) -> None:
+    def _decode(self, state: RequestState) -> None:
         prepared = state.prepared
         assert prepared is not None
         assert state.started is not None
@@ -347,7 +310,7 @@ class Engine:
 
     def _finish(
         self,
-        state: _RequestState,
+        state: RequestState,
         status: FinishReason,
         error_type: str | None = None,
         error: str | None = None,

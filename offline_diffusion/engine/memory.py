@@ -27,6 +27,9 @@ branch. Smaller ones leave mixed packs with gaps."""
 MEASURED_TOKENS = 8_192
 """Of the step whose peak of memory is measured."""
 
+LARGEST_WHOLE_PIXELS = 2048 * 2048
+"""An image up to which a decode's memory grows with the pixels."""
+
 GOOD_SHARE = 0.985
 """Of the best measured rate: what is left is noise, and not worth longer steps."""
 
@@ -79,7 +82,12 @@ class DeviceLimits:
         return max(1, int(self.free_bytes / self.step_bytes))
 
     def decode_tokens(self, num_pixels: int) -> int:
-        """Tokens that take the room of decoding an image of so many pixels."""
+        """Tokens that take the room of decoding an image of so many pixels.
+
+        A large image is decoded in tiles, which take what the largest whole one takes; of the rest a pixel
+        holds an eighth.
+        """
+        num_pixels = max(min(num_pixels, LARGEST_WHOLE_PIXELS), num_pixels // 8)
         return int(num_pixels * self.decode_bytes / self.step_bytes)
 
 

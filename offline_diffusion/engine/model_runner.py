@@ -207,6 +207,11 @@ class ModelRunner:
     def num_decoding(self) -> int:
         return len(self._decoding)
 
+    @property
+    def decoding(self) -> list[Request]:
+        """Whose images are being decoded, in the order they were started."""
+        return [image.request for image in self._decoding]
+
     def peak_memory_bytes(self) -> int:
         """Most device memory allocated so far; 0 where the device does not tell."""
         if self.model.device.type != "cuda":

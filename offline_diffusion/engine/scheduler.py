@@ -43,6 +43,7 @@ class ScheduledRequest:
         num_tokens: Image and text tokens of all its sequences: its share of the token budget.
         num_steps: Denoise steps still to run.
         num_text_tokens: The part of ``num_tokens`` that is text.
+        decode_tokens: Tokens of a step that take as much memory as its decode will.
         batch_key: Only equal keys share a step.
         wave_key: Only equal keys share a wave in request mode.
         arrival: Seconds on the engine's clock; the admission window counts from here.
@@ -53,6 +54,7 @@ class ScheduledRequest:
     num_tokens: int
     num_steps: int
     num_text_tokens: int = 0
+    decode_tokens: int = 0
     batch_key: Hashable = None
     wave_key: Hashable = None
     arrival: float = 0.0
@@ -79,6 +81,8 @@ class _Step:
     max_num_seqs: int
     max_num_tokens: int
     max_num_text_tokens: float
+    memory_tokens: float
+    decode_tokens: int
     entries: list[ScheduledRequest] = field(default_factory=list)
     num_tokens: int = 0
     num_text_tokens: int = 0
@@ -92,6 +96,7 @@ class _Step:
         self.entries.append(entry)
         self.num_tokens += entry.num_tokens
         self.num_text_tokens += entry.num_text_tokens
+        self.decode_tokens = max(self.decode_tokens, entry.decode_tokens)
 
     def fits(self, entry: ScheduledRequest) -> bool:
         """Whether ``entry`` may join; the first always may, so that one above the budget runs alone."""
@@ -102,7 +107,12 @@ class _Step:
             and len(self.entries) < self.max_num_seqs
             and entry.num_tokens <= self.room
             and self.num_text_tokens + entry.num_text_tokens <= self.max_num_text_tokens
+            and self._memory_with(entry) <= self.memory_tokens
         )
+
+    def _memory_with(self, entry: ScheduledRequest) -> int:
+        """A step with ``entry``, and beside it the largest decode that may come of it."""
+        return self.num_tokens + entry.num_tokens + max(self.decode_tokens, entry.decode_tokens)
 
     def add_in_order(self, entries: Iterable[ScheduledRequest]) -> bool:
         """Adds ``entries`` until one does not fit; whether all did."""
@@ -138,6 +148,8 @@ class Scheduler:
             and those like it within `LOOK_AHEAD`, under either policy.
         max_wait_s: How long a wave that has room for another waits for it (request mode).
         max_num_text_tokens: Most text tokens in a step, likewise; None is no limit of their own.
+        memory_tokens: Tokens that the device has memory for; None is no limit. A step and the largest
+            decode beside it share them, that of the running requests or of ``decoding_tokens``.
     """
 
     max_num_seqs: int
@@ -146,10 +158,13 @@ class Scheduler:
     step_execution: bool = True
     max_wait_s: float = 0.0
     max_num_text_tokens: int | None = None
+    memory_tokens: int | None = None
     waiting: deque[ScheduledRequest] = field(default_factory=deque)
     running: list[ScheduledRequest] = field(default_factory=list)
     no_more_requests: bool = False
     """Set by the engine when the source is dry: a wave then waits for nobody, and the tail begins."""
+    decoding_tokens: int = 0
+    """Set by the engine: ``decode_tokens`` of the largest image that is being decoded."""
 
     def add(self, entry: ScheduledRequest) -> None:
         """Appends to the queue."""
@@ -201,8 +216,9 @@ class Scheduler:
     # --- step mode ---------------------------------------------------------------------------
 
     def _step(self, entries: Iterable[ScheduledRequest]) -> _Step:
-        limit = math.inf if self.max_num_text_tokens is None else self.max_num_text_tokens
-        step = _Step(self.max_num_seqs, self.max_num_batched_tokens, limit)
+        text = math.inf if self.max_num_text_tokens is None else self.max_num_text_tokens
+        memory = math.inf if self.memory_tokens is None else self.memory_tokens
+        step = _Step(self.max_num_seqs, self.max_num_batched_tokens, text, memory, self.decoding_tokens)
         for entry in entries:
             step.add(entry)
         return step

@@ -52,7 +52,7 @@ def timed_model(clock: Clock) -> FakeModel:
 
 def test_the_terms_of_a_run_are_found_again(clock: Clock) -> None:
     engine = make_engine(timed_model(clock), max_num_seqs=4)
-    list(engine.generate(random_requests(2, count=60)))
+    list(engine.generate(random_requests(2, count=150)))
     fitted = engine.costs().fit()
     assert fitted is not None
     found = (fitted.fixed_s, fitted.token_s, fitted.square_s, fitted.image_s, fitted.pixel_s, fitted.prompt_s)

@@ -123,10 +123,10 @@ def test_between_two_steps_at_most_one_shape_and_branch_is_encoded_ahead(model: 
 def test_requests_that_were_dropped_are_not_encoded_later(model: FakeModel) -> None:
     engine = make_engine(model, max_num_seqs=1, scheduling_policy="fifo")
     model.encode_rows = 2
-    outputs = engine.generate([make_request(name, name) for name in "abcdef"])
+    outputs = engine.generate([make_request(name, name) for name in "abcdefghijkl"])
     next(outputs)
     outputs.close()
-    dropped = {"a", "b", "c", "d", "e", "f"} - set(model.encoded)
+    dropped = set("abcdefghijkl") - set(model.encoded)
     assert dropped
     list(engine.generate([make_request("new", "n"), make_request("newer", "m")]))
     assert not dropped & set(model.encoded)

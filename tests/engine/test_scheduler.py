@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -422,3 +422,35 @@ def test_upcoming_begins_with_those_that_come_next(
 def test_it_needs_no_torch() -> None:
     code = "import sys, offline_diffusion.engine.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def _with_decode(name: str, num_tokens: int, decode_tokens: int) -> ScheduledRequest:
+    return ScheduledRequest(name, num_tokens, 3, decode_tokens=decode_tokens)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "pack"])
+def test_a_step_leaves_memory_for_the_largest_decode_to_come(policy: Literal["fifo", "pack"]) -> None:
+    scheduler = Scheduler(8, 100, policy, memory_tokens=90)
+    for name, decode_tokens in (("a", 10), ("b", 30), ("c", 5)):
+        scheduler.add(_with_decode(name, 30, decode_tokens))
+    # a and b take 60 and the larger decode 30; c would make it 120
+    assert [entry.request_id for entry in scheduler.schedule().running] == ["a", "b"]
+
+
+def test_a_decode_in_flight_takes_its_memory_too() -> None:
+    scheduler = Scheduler(8, 100, memory_tokens=100, decoding_tokens=50)
+    for name in "abc":
+        scheduler.add(_with_decode(name, 25, 10))
+    assert [entry.request_id for entry in scheduler.schedule().running] == ["a", "b"]
+    scheduler.decoding_tokens = 0
+    assert [entry.request_id for entry in scheduler.schedule().running] == ["a", "b", "c"]
+
+
+def test_a_request_whose_decode_is_large_runs_alone() -> None:
+    scheduler = Scheduler(8, 100, memory_tokens=100)
+    scheduler.add(_with_decode("a", 20, 500))
+    scheduler.add(_with_decode("b", 20, 1))
+    assert [entry.request_id for entry in scheduler.schedule().running] == ["a"]
