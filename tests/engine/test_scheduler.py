@@ -250,6 +250,16 @@ def test_a_gap_is_avoided_where_others_fill_the_step() -> None:
     assert _admitted([("a", 50, 1), ("b", 45, 1), ("c", 26, 1), ("d", 20, 1)]) == ["a", "b"]  # 1 of 96 < 2 %
 
 
+def test_a_step_that_is_more_than_half_full_takes_what_fits() -> None:
+    """Else small ones would go into every gap and be missing where large ones leave one."""
+    scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=96, policy="pack")
+    scheduler.add(ScheduledRequest("running", 56, 9))
+    scheduler.schedule()
+    for name, tokens in [("a", 14), ("b", 16), ("c", 13), ("d", 13)]:
+        scheduler.add(ScheduledRequest(name, tokens, 1))
+    assert [entry.request_id for entry in scheduler.schedule().admitted] == ["a", "b"]
+
+
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=10), st.integers(60, 200))
 def test_a_new_pack_is_as_full_as_any_with_its_largest(sizes: list[int], budget: int) -> None:
     """All subsets are tried; sizes are told apart by eighths of the budget, 2 % may stay empty."""
