@@ -41,15 +41,12 @@ class _RequestState:
     prompt: TokenizedPrompt
     negative: TokenizedPrompt | None
     num_tokens: int
+    num_text_tokens: int
     arrival: float
     metrics: RequestMetrics
     started: float | None = None
     prepared: PreparedRequest | None = None
     sum_batch_seqs: int = 0
-
-    @property
-    def num_text_tokens(self) -> int:
-        return self.prompt.num_tokens + (self.negative.num_tokens if self.negative else 0)
 
 
 class Engine:
@@ -123,14 +120,15 @@ class Engine:
         negative = self.model.tokenize(request.negative_prompt or "") if request.cfg_active else None
         branches = [prompt] if negative is None else [prompt, negative]
         num_image_tokens = self.model.capabilities.num_image_tokens(request.height, request.width)
-        num_tokens = sum(num_image_tokens + branch.num_tokens for branch in branches)
+        num_text_tokens = sum(branch.num_tokens for branch in branches)
+        num_tokens = num_image_tokens * len(branches) + num_text_tokens
         metrics = RequestMetrics(
             cfg_active=negative is not None,
             num_tokens=num_tokens,
             prompt_tokens=prompt.num_tokens,
             truncated_tokens=sum(branch.truncated_tokens for branch in branches),
         )
-        return _RequestState(request, prompt, negative, num_tokens, self._clock(), metrics)
+        return _RequestState(request, prompt, negative, num_tokens, num_text_tokens, self._clock(), metrics)
 
     def abort(self, request_id: str) -> bool:
         """Drops a request between steps; its output has status ``aborted``.
