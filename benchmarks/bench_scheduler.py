@@ -7,8 +7,9 @@ request and step by step; only a step's time is a model: linear in its tokens, a
 the host needs for its launches. Columns:
 
 * ``fill``: mean share of the token budget in use, a request above the budget counted as a full step;
-* ``before tail``: the same over the steps in which somebody waits;
-* ``seconds / bound``: the job's time over the least possible, all work in full steps;
+* ``before tail``: the same over the steps in which somebody waits, the halved last but one included;
+* ``/bound``: the job's time over the least possible: all its work in full steps, which only a
+  scheduler could reach that pauses requests and cuts them in pieces;
 * ``thin``: steps below 4,096 tokens;
 * ``changes``: share of steps that are packed anew because somebody joined or left;
 * ``overtaken``: most later requests that were admitted before a waiting one;
@@ -29,7 +30,7 @@ from pathlib import Path
 
 from offline_diffusion.engine.scheduler import LOOK_AHEAD, ScheduledRequest, Scheduler
 
-BUDGETS = (17_000, 25_200, 33_400, 35_200)
+BUDGETS = (16_384, 17_000, 26_400, 32_768, 33_400, 50_000)
 MAX_NUM_SEQS = 128
 THIN_TOKENS = 4_096
 
@@ -127,7 +128,8 @@ def simulate(
     scheduler: Scheduler, requests: Sequence[ScheduledRequest], cost: Callable[[int], float] = StepCost()
 ) -> Simulation:
     """Drives ``scheduler`` to the end as ``Engine.generate`` does; ``requests`` are left as they are."""
-    result, budget, last = Simulation(), scheduler.max_num_batched_tokens, ()
+    result, budget = Simulation(), scheduler.max_num_batched_tokens
+    last: tuple[ScheduledRequest, ...] = ()
     entries = [replace(request) for request in requests]
     num_added = num_before_tail = filled = filled_before_tail = 0
     while num_added < len(entries) or scheduler.waiting or scheduler.running:
@@ -155,10 +157,15 @@ def simulate(
     result.fill = filled / result.num_steps / budget
     result.fill_before_tail = filled_before_tail / max(1, num_before_tail) / budget
     result.max_overtaken = max(entry.num_overtaken for entry in entries)
-    work = sum(request.work for request in requests)
-    longest = max(request.num_steps for request in requests)
-    result.bound_s = max(work * cost(budget) / budget, longest * cost(0))
+    result.bound_s = _least_seconds(requests, budget, cost)
     return result
+
+
+def _least_seconds(requests: Sequence[ScheduledRequest], budget: int, cost: Callable[[int], float]) -> float:
+    """All work in full steps, as if a request could be cut at will; or the longest chain."""
+    full = max(budget, *(request.num_tokens for request in requests))
+    work = sum(request.work for request in requests)
+    return max(work * cost(full) / full, max(request.num_steps for request in requests) * cost(0))
 
 
 def main() -> None:
@@ -177,15 +184,15 @@ def main() -> None:
         requests = make_requests(mix, args.num_images, args.seed)
         for budget in BUDGETS:
             for policy in ("fifo", "pack"):
-                result = simulate(Scheduler(MAX_NUM_SEQS, budget, policy), requests, cost)
-                records.append({"mix": mix, "budget": budget, "policy": policy, **_rounded(result)})
-                print(_line(mix, budget, policy, result), flush=True)
+                job = simulate(Scheduler(MAX_NUM_SEQS, budget, policy), requests, cost)
+                records.append({"mix": mix, "budget": budget, "policy": policy, **_rounded(job)})
+                print(_line(mix, budget, policy, job), flush=True)
     versions = {"python": platform.python_version()}
     command = " ".join([Path(sys.executable).name, *sys.argv])
-    line = json.dumps({"versions": versions, "cost": asdict(cost), "command": command, "records": records})
+    result = {"versions": versions, "cost": asdict(cost), "command": command, "records": records}
     if args.out:
-        args.out.write_text(line + "\n", encoding="utf-8")
-    print(line)
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result))
 
 
 def _rounded(result: Simulation) -> dict[str, float]:

@@ -25,8 +25,9 @@ DEFAULT_IMAGE_LEVELS: dict[ImageFormat, int] = {"png": 1, "jpeg": 95, "webp": 1}
 DEFAULT_MODEL = "tiny-qwen-image"
 """A small Qwen-Image with random weights, made on the spot; see ``models.tiny``."""
 
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 16_384
-"""The token budget where it is neither given nor measured, as on a CPU."""
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 16_896
+"""The token budget where it is neither given nor measured, as on a CPU: two guided images of 1024 × 1024
+pixels with 128 text tokens a branch. 16,384 would hold one, or seven of 512 × 512."""
 
 
 class Options(BaseModel):

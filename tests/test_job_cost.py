@@ -18,7 +18,7 @@ def test_a_run_tells_what_its_steps_cost_and_on_what_that_rests(tmp_path: Path) 
     cost = summary.cost
     assert cost is not None
     assert cost.num_steps == 10 * 4 // 2 - NUM_WARM_UP_STEPS
-    assert (cost.num_images, cost.max_num_batched_tokens, cost.dtype) == (10, 16_384, "float32")
+    assert (cost.num_images, cost.max_num_batched_tokens, cost.dtype) == (10, 16_896, "float32")
     assert 0 < cost.seconds < summary.seconds
     again = Runner().run(manifest, tmp_path / "out", **options)
     assert again.cost is None  # nothing was left to draw

@@ -17,8 +17,8 @@ from typing import Literal
 LOOK_AHEAD = 256
 """Waiting requests that ``pack`` considers, and that may be prepared ahead."""
 
-MAX_OVERTAKEN = 128
-"""Later requests that ``pack`` may admit before a waiting one; a quarter of a shard of the default size.
+MAX_OVERTAKEN = 192
+"""Later requests that ``pack`` may admit before a waiting one; under half a shard of the default size.
 
 Then it is overdue: nothing behind it is admitted until it is. One admission may bring several
 requests, so the count stays below this plus ``max_num_seqs``.

@@ -98,7 +98,7 @@ def test_without_a_run_the_estimate_is_assumed(tiny_model: Path) -> None:
     assert values["time_basis"].startswith("assumed 400 TFLOP/s")
     assert (values["flops_per_s"], values["cost"]) == (400e12, None)
     assert values["device_seconds"] == pytest.approx(values["flops"] / 400e12)
-    assert values["max_num_batched_tokens"] == 16_384
+    assert values["max_num_batched_tokens"] == 16_896
 
 
 def test_after_a_run_the_estimate_is_the_cost_models(tiny_model: Path) -> None:
@@ -136,8 +136,8 @@ def test_a_run_in_another_number_format_tells_nothing(tiny_model: Path) -> None:
 
 def test_the_budget_is_the_options_or_else_the_measured_one(tiny_model: Path) -> None:
     run_before(tiny_model, budget=600)
-    measured, stated = plan(tiny_model), plan(tiny_model, "--max-num-batched-tokens", 16_384)
-    assert (measured["max_num_batched_tokens"], stated["max_num_batched_tokens"]) == (600, 16_384)
+    measured, stated = plan(tiny_model), plan(tiny_model, "--max-num-batched-tokens", 16_896)
+    assert (measured["max_num_batched_tokens"], stated["max_num_batched_tokens"]) == (600, 16_896)
     assert measured["num_steps"] > stated["num_steps"]
     assert "of 600 tokens filled" in invoke(tiny_model).stdout
 

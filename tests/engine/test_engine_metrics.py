@@ -75,6 +75,14 @@ def test_counts_of_tokens_and_cuts() -> None:
     assert same_picture(output.pixels, long)
 
 
+def test_the_scheduler_knows_the_text_of_both_branches() -> None:
+    engine = make_engine()
+    engine.add_request(make_request("a", "a red cup", negative_prompt="ugly", true_cfg_scale=2.0))
+    engine.add_request(make_request("b", "a red cup"))
+    assert [entry.num_text_tokens for entry in engine.scheduler.waiting] == [9 + 4, 9]
+    assert [entry.num_tokens for entry in engine.scheduler.waiting] == [9 + 4 + 2 * 4, 9 + 4]
+
+
 def test_times_of_a_request() -> None:
     clock = ManualClock()
     model = FakeModel()

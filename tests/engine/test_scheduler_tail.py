@@ -66,6 +66,17 @@ def test_equal_requests_that_came_one_by_one_end_as_soon_as_in_order(
     assert ends[1] == ends[0]
 
 
+def test_nobody_is_held_back_for_a_longer_chain() -> None:
+    """Two run for 49 steps more; of two that wait, one fits now and the other when that one ends."""
+    scheduler = Scheduler(64, 35, "pack")
+    for index, num_steps in enumerate([50, 50, 30, 30]):
+        if index == 2:
+            scheduler.schedule()
+            scheduler.advance()
+        scheduler.add(ScheduledRequest(str(index), 10, num_steps))
+    assert len(run_to_end(scheduler)) == 30 + 30
+
+
 def test_many_small_ones_are_not_held_back_where_two_steps_cannot_hold_the_rest() -> None:
     """Half the tokens are in two requests, but 6 of the small ones need 2 steps after them."""
     scheduler = Scheduler(4, 100, "pack")
