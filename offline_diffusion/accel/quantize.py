@@ -40,10 +40,6 @@ class QuantizedLinear:
             return product_in_blocks(x.values.to(dtype) * x.scale.to(dtype), weight, self.bias)
         return self._int8_product(x) if self.takes is INT8 else self._fp8_product(x)
 
-    def of_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """See ``PackedLinear.of_rows``."""
-        return self(quantize_rows(x, self.takes, rows=rows))
-
     def feed_forward(self, out: QuantizedLinear, x: Tensor | Quantized) -> Tensor:
         """See ``PackedLinear.feed_forward``."""
         return out(quantize_rows(self(x), out.takes, gelu=True))

@@ -1,7 +1,7 @@
 """Attention over ragged batches: one function type, a lazy registry, and ``auto``.
 
-Every backend maps ``q, k, v`` of ``[T, H, D]`` and an ``AttentionMetadata`` to ``[T, H, D]``; a token
-attends to all tokens of its own sequence and to none of another's. A sequence's result must not
+Every backend maps ``q`` ``[T, H, D]``, ``k, v`` ``[S, H, D]`` and an ``AttentionMetadata`` to ``[T, H, D]``.
+A query attends to all keys of its own sequence and to none of another's. A sequence's result must not
 depend, to the last bit, on what it is packed with: backends that split work by the total are out.
 """
 
@@ -50,12 +50,13 @@ class _Backend:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
     """The reference: torch's dense attention, a sequence at a time."""
-    parts = zip(*(x.split(meta.seqlens) for x in (q, k, v)), strict=True)
+    keys = meta.keys.seqlens
+    parts = zip(q.split(meta.queries.seqlens), k.split(keys), v.split(keys), strict=True)
     return torch.cat([_dense(*part) for part in parts])
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``[S, H, D]`` each; the batch axis keeps torch on its flash kernels."""
+    """``[T, H, D]`` and twice ``[S, H, D]``; the batch axis keeps torch on its flash kernels."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)
 
@@ -64,8 +65,8 @@ def _load_torch_varlen() -> AttentionFunction:
     from torch.nn.attention.varlen import varlen_attn
 
     def attend(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
-        cu, longest = meta.cu_seqlens, meta.max_seqlen
-        out = varlen_attn(q, k, v, cu, cu, longest, longest)
+        queries, keys = meta.queries, meta.keys
+        out = varlen_attn(q, k, v, queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen)
         assert isinstance(out, Tensor)
         return out
 
@@ -86,8 +87,8 @@ def _load_fa3() -> AttentionFunction:
 
 def _flash_call(function: Callable[..., Tensor | tuple[Tensor, ...]]) -> AttentionFunction:
     def attend(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
-        cu, longest = meta.cu_seqlens, meta.max_seqlen
-        out = function(q, k, v, cu, cu, longest, longest)
+        queries, keys = meta.queries, meta.keys
+        out = function(q, k, v, queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen)
         return out[0] if isinstance(out, tuple) else out
 
     return attend

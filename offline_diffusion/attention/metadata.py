@@ -1,4 +1,4 @@
-"""Where each sequence of a pack begins and ends."""
+"""Where each sequence's queries and keys begin and end in a pack."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """Bounds of the sequences of a ragged batch, set once per composition.
+class SequenceBounds:
+    """Where N sequences lie one behind the other, set once per composition.
 
     Args:
         cu_seqlens: ``[N + 1]`` int32 on the device, starts of the sequences and the total.
@@ -25,9 +25,17 @@ class AttentionMetadata:
     max_seqlen: int
 
     @classmethod
-    def from_seqlens(cls, seqlens: Sequence[int], device: torch.device) -> AttentionMetadata:
+    def from_seqlens(cls, seqlens: Sequence[int], device: torch.device) -> SequenceBounds:
         """Args: ``seqlens``: tokens of each sequence, all at least 1."""
         assert min(seqlens, default=0) > 0, f"empty sequence in {seqlens}"
         bounds = [0, *accumulate(seqlens)]
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
         return cls(cu_seqlens, tuple(seqlens), max(seqlens))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Bounds of the queries and of the keys they attend to: as many sequences of each, in one order."""
+
+    queries: SequenceBounds
+    keys: SequenceBounds

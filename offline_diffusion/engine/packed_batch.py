@@ -2,7 +2,7 @@
 
 Layout. Sequences are ordered: the positive branch of every request, then the negative branches of
 the guided ones. The image stream therefore begins with the tokens of ``latents`` as they are,
-followed by a second copy of the guided requests' tokens. In *joint* order, which attention and
+followed by a second copy of the guided requests' tokens. In *joint* order, which keys, values and
 rotary angles use, each sequence is its text followed by its image.
 """
 
@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from offline_diffusion.attention.metadata import AttentionMetadata
+from offline_diffusion.attention.metadata import AttentionMetadata, SequenceBounds
 from offline_diffusion.engine.solver import SigmaTable
 from offline_diffusion.kernels.packed_ops import guided_step_
 from offline_diffusion.models.base import DiffusionModel, PackedInput, RotaryTable
@@ -110,7 +110,7 @@ class PackedBatch:
     @property
     def num_tokens(self) -> int:
         """Image and text tokens of all sequences."""
-        return sum(self.model_input.attention.seqlens)
+        return sum(self.model_input.seqlens)
 
     @property
     def num_steps_left(self) -> int:
@@ -220,6 +220,8 @@ def _model_input(
     txt_spans = [(start, start + length) for (start, _), length in zip(spans, txt_lengths, strict=True)]
     img_spans = [(stop - length, stop) for (_, stop), length in zip(spans, img_lengths, strict=True)]
 
+    keys = SequenceBounds.from_seqlens([sequence.length for sequence in sequences], device)
+
     def upload(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
@@ -235,7 +237,8 @@ def _model_input(
             torch.cat([sequence.rotary.cos for sequence in sequences]),
             torch.cat([sequence.rotary.sin for sequence in sequences]),
         ),
-        attention=AttentionMetadata.from_seqlens([sequence.length for sequence in sequences], device),
+        img_attention=AttentionMetadata(SequenceBounds.from_seqlens(img_lengths, device), keys),
+        txt_attention=AttentionMetadata(SequenceBounds.from_seqlens(txt_lengths, device), keys),
     )
 
 

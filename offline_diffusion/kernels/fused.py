@@ -109,20 +109,17 @@ def _gate_residual_norm(
 @triton.jit
 def _quantize_rows(
     x_ptr,
-    rows_ptr,
     out_ptr,
     out_scale_ptr,
     N,
     GELU: tl.constexpr,
-    GATHER: tl.constexpr,
     QUANTIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < N
-    source = tl.load(rows_ptr + token) if GATHER else token
-    x = tl.load(x_ptr + source * N + columns, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * N + columns, mask=mask, other=0.0).to(tl.float32)
     if GELU:  # 0.5 · x · (1 + tanh(u)) is x / (1 + 2^(-2u / ln 2)), with u = sqrt(2/π) · (x + 0.044715 · x³)
         x = x / (1.0 + tl.exp2(x * (-2.302208198 - 0.1029432396 * x * x)))
     _store_row(x, out_ptr, out_scale_ptr, token, columns, mask, N, QUANTIZE)
@@ -177,13 +174,14 @@ def _norm_rotate(
     sin_ptr,
     out_ptr,
     source,
+    angle,
     target,
     eps,
     A,
     A_BLOCK: tl.constexpr,
     D: tl.constexpr,
 ):
-    """One token's heads, ``[A, D]``: RMS norm per head, then the rotation by the token's angles."""
+    """One token's heads, ``[A, D]``: RMS norm per head, then the rotation by the angles of row ``angle``."""
     heads = tl.arange(0, A_BLOCK)
     columns = tl.arange(0, D)
     offsets = heads[:, None] * D + columns[None, :]
@@ -192,8 +190,8 @@ def _norm_rotate(
     x = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
     x = x * tl.load(weight_ptr + columns).to(tl.float32)[None, :]
     half = tl.arange(0, D // 2)
-    cos = tl.load(cos_ptr + target * (D // 2) + half)[None, :]
-    sin = tl.load(sin_ptr + target * (D // 2) + half)[None, :]
+    cos = tl.load(cos_ptr + angle * (D // 2) + half)[None, :]
+    sin = tl.load(sin_ptr + angle * (D // 2) + half)[None, :]
     even, odd = tl.split(tl.reshape(x, (A_BLOCK, D // 2, 2)))
     out = tl.join(even * cos - odd * sin, even * sin + odd * cos)
     out = tl.reshape(out, (A_BLOCK, D))
@@ -217,15 +215,16 @@ def _scatter_qkv(
     D: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    target = tl.load(to_joint_ptr + token)
+    joint = tl.load(to_joint_ptr + token)
     width = A * D
-    source = token * 3 * width
-    _norm_rotate(qkv_ptr, weight_q_ptr, cos_ptr, sin_ptr, q_ptr, source, target, eps, A, A_BLOCK, D)
-    _norm_rotate(qkv_ptr, weight_k_ptr, cos_ptr, sin_ptr, k_ptr, source + width, target, eps, A, A_BLOCK, D)
+    q = token * 3 * width
+    k = q + width
+    _norm_rotate(qkv_ptr, weight_q_ptr, cos_ptr, sin_ptr, q_ptr, q, joint, token, eps, A, A_BLOCK, D)
+    _norm_rotate(qkv_ptr, weight_k_ptr, cos_ptr, sin_ptr, k_ptr, k, joint, joint, eps, A, A_BLOCK, D)
     columns = tl.arange(0, A_BLOCK * D)
     mask = columns < width
-    v = tl.load(qkv_ptr + source + 2 * width + columns, mask=mask)
-    tl.store(v_ptr + target * width + columns, v, mask=mask)
+    v = tl.load(qkv_ptr + k + width + columns, mask=mask)
+    tl.store(v_ptr + joint * width + columns, v, mask=mask)
 
 
 def norm_modulate(
@@ -234,7 +233,7 @@ def norm_modulate(
     """See ``packed_ops.norm_modulate``."""
     _check_rows(x, shift, scale)
     num_tokens, width = x.shape
-    out, out_scale = _out_like(x, num_tokens, quantize)
+    out, out_scale = _out_like(x, quantize)
     _launch(_norm_modulate, num_tokens, x, shift, scale, index, out, out_scale, shift.stride(0), eps, width,
             QUANTIZE=_largest(quantize), BLOCK=triton.next_power_of_2(width), num_warps=4)  # fmt: skip
     return Quantized(out, out_scale) if quantize else out
@@ -255,22 +254,20 @@ def gate_residual_norm(
     assert update.is_contiguous()
     num_tokens, width = x.shape
     summed = torch.empty_like(x)
-    out, out_scale = _out_like(x, num_tokens, quantize)
+    out, out_scale = _out_like(x, quantize)
     _launch(_gate_residual_norm, num_tokens, x, update, gate, shift, scale, index, summed, out, out_scale,
             gate.stride(0), eps, width, QUANTIZE=_largest(quantize), BLOCK=triton.next_power_of_2(width),
             num_warps=4)  # fmt: skip
     return summed, Quantized(out, out_scale) if quantize else out
 
 
-def quantize_rows(x: Tensor, quantize: QuantFormat, *, gelu: bool, rows: Tensor | None) -> Quantized:
+def quantize_rows(x: Tensor, quantize: QuantFormat, *, gelu: bool) -> Quantized:
     """See ``packed_ops.quantize_rows``."""
     assert x.is_contiguous()
-    width = x.shape[1]
-    num_tokens = x.shape[0] if rows is None else rows.shape[0]
-    out, out_scale = _out_like(x, num_tokens, quantize)
-    _launch(_quantize_rows, num_tokens, x, x if rows is None else rows, out, out_scale, width, gelu,
-            rows is not None, _largest(quantize), BLOCK=triton.next_power_of_2(width),
-            num_warps=8 if width > 4096 else 4)  # fmt: skip
+    num_tokens, width = x.shape
+    out, out_scale = _out_like(x, quantize)
+    _launch(_quantize_rows, num_tokens, x, out, out_scale, width, gelu, _largest(quantize),
+            BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 4096 else 4)  # fmt: skip
     return Quantized(out, out_scale)
 
 
@@ -283,10 +280,13 @@ def _largest(quantize: QuantFormat | None) -> int:
     return 0 if quantize is None else int(quantize.largest)
 
 
-def _out_like(x: Tensor, num_rows: int, quantize: QuantFormat | None) -> tuple[Tensor, Tensor]:
-    """Room for rows as wide as those of ``x``, and for their scales (unused where nothing is quantized)."""
-    out = torch.empty(num_rows, x.shape[1], dtype=quantize.dtype if quantize else x.dtype, device=x.device)
-    return out, torch.empty(num_rows, 1, dtype=torch.float32, device=x.device) if quantize else out
+def _out_like(x: Tensor, quantize: QuantFormat | None) -> tuple[Tensor, Tensor]:
+    """Room for rows like those of ``x``, and for their scales (unused where nothing is quantized)."""
+    if quantize is None:
+        out = torch.empty_like(x)
+        return out, out
+    out = torch.empty(x.shape, dtype=quantize.dtype, device=x.device)
+    return out, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
 
 
 def guided_step_(

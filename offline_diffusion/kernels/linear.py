@@ -60,10 +60,6 @@ class PackedLinear:
             return F.linear(pad_rows(x, self.min_rows), self.weight, self.bias)[: x.shape[0]]
         return product_in_blocks(x, self.weight, self.bias)
 
-    def of_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """The product of the rows ``rows`` ``[T]`` of ``x`` ``[S, in]``, in this order."""
-        return self(x.index_select(0, rows))
-
     def feed_forward(self, out: PackedLinear, x: Tensor | Quantized) -> Tensor:
         """``out`` of the tanh-approximated GELU of this product."""
         assert isinstance(x, Tensor)

@@ -108,23 +108,19 @@ def gate_residual_norm(
     return summed, norm_modulate(summed, shift, scale, index, eps, quantize)
 
 
-def quantize_rows(
-    x: Tensor, quantize: QuantFormat, *, gelu: bool = False, rows: Tensor | None = None
-) -> Quantized:
+def quantize_rows(x: Tensor, quantize: QuantFormat, *, gelu: bool = False) -> Quantized:
     """Every row scaled so that its largest magnitude is the format's.
 
     Args:
-        x: ``[S, N]``.
+        x: ``[T, N]``.
         quantize: The format.
         gelu: Apply tanh-approximated GELU first.
-        rows: ``[T]`` int64, the rows of ``x`` to take, in this order; None for all.
     """
     if x.is_cuda:
         from offline_diffusion.kernels import fused
 
-        return fused.quantize_rows(x, quantize, gelu=gelu, rows=rows)
-    wide = (x if rows is None else x.index_select(0, rows)).float()
-    wide = F.gelu(wide, approximate="tanh") if gelu else wide
+        return fused.quantize_rows(x, quantize, gelu=gelu)
+    wide = F.gelu(x.float(), approximate="tanh") if gelu else x.float()
     scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_MAX) / quantize.largest
     return Quantized(quantize.round(wide / scale), scale)
 
@@ -139,15 +135,16 @@ def scatter_qkv(
     sin: Tensor,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """RMS norm of q and k per head, their rotation, and the move of q, k, v to joint order.
+    """RMS norm of q and k per head, their rotation, and the move of k and v to joint order.
 
     Args:
         qkv: ``[T, 3, A, D]`` of one stream.
         weight_q, weight_k: ``[D]``, of the norms.
         eps: Of the norms.
-        to_joint: ``[T]`` int64, row of ``out`` for each token.
+        to_joint: ``[T]`` int64, row of k, v and the angles for each token.
         cos, sin: ``[T_joint, D/2]`` float32, the angle of neighbouring channel pairs, in joint order.
-        out: q, k, v ``[T_joint, A, D]``; only the rows of ``to_joint`` are written.
+        out: q ``[T, A, D]`` in the stream's order; k, v ``[T_joint, A, D]``, of which only the rows of
+            ``to_joint`` are written.
     """
     if qkv.is_cuda:
         from offline_diffusion.kernels import fused
@@ -156,9 +153,9 @@ def scatter_qkv(
         return
     q, k, v = qkv.unbind(1)
     cos, sin = cos.index_select(0, to_joint), sin.index_select(0, to_joint)
-    for part, weight, target in ((q, weight_q, out[0]), (k, weight_k, out[1])):
-        normed = F.rms_norm(part, part.shape[-1:], weight, eps)
-        target.index_copy_(0, to_joint, rotate(normed, cos, sin))
+    width = q.shape[-1:]
+    out[0].copy_(rotate(F.rms_norm(q, width, weight_q, eps), cos, sin))
+    out[1].index_copy_(0, to_joint, rotate(F.rms_norm(k, width, weight_k, eps), cos, sin))
     out[2].index_copy_(0, to_joint, v)
 
 

@@ -58,7 +58,8 @@ class PackedInput:
         img_to_joint: ``[T_img]`` int64, place of an image token in joint order.
         txt_to_joint: ``[T_txt]`` int64, place of a text token in joint order.
         rotary: Angles of every token in joint order.
-        attention: Bounds of the sequences in joint order.
+        img_attention: Bounds of the sequences: queries in the image stream, keys in joint order.
+        txt_attention: Likewise for queries in the text stream.
     """
 
     latents: Tensor
@@ -69,7 +70,13 @@ class PackedInput:
     img_to_joint: Tensor
     txt_to_joint: Tensor
     rotary: RotaryTable
-    attention: AttentionMetadata
+    img_attention: AttentionMetadata
+    txt_attention: AttentionMetadata
+
+    @property
+    def seqlens(self) -> tuple[int, ...]:
+        """Text and image tokens of each sequence."""
+        return self.img_attention.keys.seqlens
 
 
 class DiffusionModel(Protocol):

@@ -57,33 +57,35 @@ class _Stream:
         """The stream ``x`` ``[T, H]`` as the first block's attention reads it; ``index`` ``[T]``: slots."""
         return norm_modulate(x, own[0], own[1], index, EPS, self.to_qkv.takes)
 
-    def qkv_into(
-        self, out: tuple[Tensor, Tensor, Tensor], h: Rows, to_joint: Tensor, rotary: RotaryTable
-    ) -> None:
-        """Writes the stream's q, k, v, normed and rotated, to their rows of ``out`` ``[T_joint, A, D]``."""
-        qkv = self.to_qkv(h).unflatten(-1, (3, out[0].shape[1], -1))
+    def qkv_into(self, k: Tensor, v: Tensor, h: Rows, to_joint: Tensor, rotary: RotaryTable) -> Tensor:
+        """The stream's q ``[T, A, D]``; k and v go to their rows of ``k``, ``v`` ``[T_joint, A, D]``."""
+        qkv = self.to_qkv(h).unflatten(-1, (3, *k.shape[1:]))
+        q = k.new_empty(qkv.shape[0], *k.shape[1:])
         weights, eps = (self.norm_q.weight, self.norm_k.weight), self.norm_q.eps
-        scatter_qkv(qkv, *weights, eps, to_joint, rotary.cos, rotary.sin, out)
+        scatter_qkv(qkv, *weights, eps, to_joint, rotary.cos, rotary.sin, (q, k, v))
+        return q
 
     def finish(
         self,
         x: Tensor,
-        update: Tensor,
+        attn: Tensor,
         own: Modulation,
         following: tuple[Tensor, ...],
         takes: QuantFormat | None,
         index: Tensor,
     ) -> tuple[Tensor, Rows]:
-        """From the attention's ``update`` to the next block: both residuals and the feed-forward between.
+        """From attention to the next block: both residuals and the feed-forward between.
 
         Args:
-            x, update: ``[T, H]``.
+            x: ``[T, H]``.
+            attn: ``[T, H]``, what attention gave.
             own: This block's modulation.
             following: Shift and scale of what reads the stream next.
             takes: The format in which that wants it.
             index: ``[T]``, slot of each token.
         """
         _, _, gate, shift, scale, last_gate = own
+        update = self.to_out(attn)
         x, h = gate_residual_norm(x, update, gate, shift, scale, index, EPS, self.mlp_in.takes)
         update = self.mlp_in.feed_forward(self.mlp_out, h)
         shift, scale = following
@@ -112,13 +114,18 @@ class _Block:
 
     def attention(
         self, img: Rows, txt: Rows, shape: tuple[int, int, int], batch: PackedInput, attend: AttentionFunction
-    ) -> Tensor:
-        """Joint attention over all sequences, ``[T_joint, H]``; ``shape`` is that of q: T_joint, A, D."""
+    ) -> tuple[Tensor, Tensor]:
+        """Joint attention over all sequences: image ``[T_img, H]`` and text ``[T_txt, H]``.
+
+        Each stream's queries are a call of their own, so that neither they nor what comes of them change
+        their order. ``shape`` is that of k: T_joint, A, D.
+        """
         like = self.img.to_qkv.bias
-        q, k, v = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(3))
-        self.img.qkv_into((q, k, v), img, batch.img_to_joint, batch.rotary)
-        self.txt.qkv_into((q, k, v), txt, batch.txt_to_joint, batch.rotary)
-        return attend(q, k, v, batch.attention).flatten(1)
+        k, v = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+        img_q = self.img.qkv_into(k, v, img, batch.img_to_joint, batch.rotary)
+        txt_q = self.txt.qkv_into(k, v, txt, batch.txt_to_joint, batch.rotary)
+        img_attn = attend(img_q, k, v, batch.img_attention).flatten(1)
+        return img_attn, attend(txt_q, k, v, batch.txt_attention).flatten(1)
 
 
 class QwenImage:
@@ -279,19 +286,16 @@ class QwenImage:
         for index, block in enumerate(self._blocks[:-1]):
             own_img, own_txt, next_img, next_txt = modulations[2 * index : 2 * index + 4]
             following = self._blocks[index + 1]
-            joint = block.attention(img_h, txt_h, shape, batch, self._attend)
-            update = block.img.to_out.of_rows(joint, batch.img_to_joint)
+            img_attn, txt_attn = block.attention(img_h, txt_h, shape, batch, self._attend)
             img, img_h = block.img.finish(
-                img, update, own_img, next_img[:2], following.img.to_qkv.takes, img_slot
+                img, img_attn, own_img, next_img[:2], following.img.to_qkv.takes, img_slot
             )
-            update = block.txt.to_out.of_rows(joint, batch.txt_to_joint)
             txt, txt_h = block.txt.finish(
-                txt, update, own_txt, next_txt[:2], following.txt.to_qkv.takes, txt_slot
+                txt, txt_attn, own_txt, next_txt[:2], following.txt.to_qkv.takes, txt_slot
             )
         block = self._blocks[-1]  # after its attention nobody reads the text any more
-        joint = block.attention(img_h, txt_h, shape, batch, self._attend)
-        update = block.img.to_out.of_rows(joint, batch.img_to_joint)
-        _, img_h = block.img.finish(img, update, modulations[-2], last, self._proj_out.takes, img_slot)
+        img_attn, _ = block.attention(img_h, txt_h, shape, batch, self._attend)
+        _, img_h = block.img.finish(img, img_attn, modulations[-2], last, self._proj_out.takes, img_slot)
         return self._proj_out(img_h)
 
     def _modulations(self) -> tuple[list[Modulation], tuple[Tensor, Tensor]]:

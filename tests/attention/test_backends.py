@@ -3,61 +3,73 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from offline_diffusion.attention import backends
 from offline_diffusion.attention.backends import available_backends, load_backend
-from offline_diffusion.attention.metadata import AttentionMetadata
+from offline_diffusion.attention.metadata import AttentionMetadata, SequenceBounds
 from offline_diffusion.errors import BackendError
 
 CPU = torch.device("cpu")
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, seqlens: Sequence[int]) -> Tensor:
-    """Each sequence on its own, in float64: ``softmax(q k^T / sqrt(D)) v``."""
-    q, k, v = q.double(), k.double(), v.double()
-    out, start = torch.empty_like(v), 0
-    for length in seqlens:
-        own = slice(start, start + length)
-        scores = torch.einsum("qhd,khd->hqk", q[own], k[own]) / q.shape[-1] ** 0.5
-        out[own] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[own])
-        start += length
-    return out
+def by_hand(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_queries: list[int], num_keys: list[int]
+) -> torch.Tensor:
+    """Softmax attention of each sequence's queries over its keys, written out."""
+    outs = []
+    lengths = num_keys
+    for query, key, value in zip(q.split(num_queries), k.split(lengths), v.split(lengths), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", query, key) / q.shape[-1] ** 0.5
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
+    return torch.cat(outs)
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 3), st.integers(0, 1000))
-def test_sdpa_is_attention_within_each_sequence(seqlens: list[int], num_heads: int, seed: int) -> None:
+def metadata(num_queries: list[int], num_keys: list[int]) -> AttentionMetadata:
+    return AttentionMetadata(
+        SequenceBounds.from_seqlens(num_queries, CPU), SequenceBounds.from_seqlens(num_keys, CPU)
+    )
+
+
+lengths = st.tuples(st.integers(1, 20), st.integers(1, 20))
+
+
+@given(st.lists(lengths, min_size=1, max_size=6), st.integers(1, 3), st.integers(0, 1000))
+def test_sdpa_is_attention_within_each_sequence(
+    seqlens: list[tuple[int, int]], num_heads: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(sum(seqlens), num_heads, 8, generator=generator) for _ in range(3))
+    num_queries, num_keys = (list(part) for part in zip(*seqlens, strict=True))
+    q = torch.randn(sum(num_queries), num_heads, 8, generator=generator)
+    k, v = (torch.randn(sum(num_keys), num_heads, 8, generator=generator) for _ in range(2))
     _, attend = load_backend("sdpa", CPU, torch.float32)
-    out = attend(q, k, v, AttentionMetadata.from_seqlens(seqlens, CPU))
-    assert out.shape == v.shape
-    assert (out - by_hand(q, k, v, seqlens)).abs().max() < 1e-5
+    out = attend(q, k, v, metadata(num_queries, num_keys))
+    assert out.shape == q.shape
+    assert (out - by_hand(q, k, v, num_queries, num_keys)).abs().max() < 1e-5
 
 
 def test_a_sequence_is_the_same_bits_in_any_company() -> None:
     torch.manual_seed(0)
-    seqlens = [7, 64, 130]
-    q, k, v = (torch.randn(sum(seqlens), 4, 32) for _ in range(3))
+    num_queries, num_keys = [5, 64, 30], [7, 64, 130]
+    q = torch.randn(sum(num_queries), 4, 32)
+    k, v = (torch.randn(sum(num_keys), 4, 32) for _ in range(2))
     _, attend = load_backend("sdpa", CPU, torch.float32)
-    together = attend(q, k, v, AttentionMetadata.from_seqlens(seqlens, CPU)).split(seqlens)
-    parts = zip(q.split(seqlens), k.split(seqlens), v.split(seqlens), strict=True)
+    together = attend(q, k, v, metadata(num_queries, num_keys)).split(num_queries)
+    parts = zip(q.split(num_queries), k.split(num_keys), v.split(num_keys), strict=True)
     for out, part in zip(together, parts, strict=True):
-        assert torch.equal(out, attend(*part, AttentionMetadata.from_seqlens([len(part[0])], CPU)))
+        assert torch.equal(out, attend(*part, metadata([len(part[0])], [len(part[1])])))
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20))
-def test_metadata_are_running_sums(seqlens: list[int]) -> None:
-    meta = AttentionMetadata.from_seqlens(seqlens, CPU)
-    assert meta.cu_seqlens.tolist() == [sum(seqlens[:n]) for n in range(len(seqlens) + 1)]
-    assert meta.cu_seqlens.dtype == torch.int32
-    assert (meta.seqlens, meta.max_seqlen) == (tuple(seqlens), max(seqlens))
+def test_bounds_are_running_sums(seqlens: list[int]) -> None:
+    bounds = SequenceBounds.from_seqlens(seqlens, CPU)
+    assert bounds.cu_seqlens.tolist() == [sum(seqlens[:n]) for n in range(len(seqlens) + 1)]
+    assert bounds.cu_seqlens.dtype == torch.int32
+    assert (bounds.seqlens, bounds.max_seqlen) == (tuple(seqlens), max(seqlens))
 
 
 def test_auto_is_the_reference_on_a_cpu() -> None:

@@ -102,7 +102,7 @@ class FakeModel:
 
     def denoise_step(self, batch: PackedInput) -> Tensor:
         self.on_denoise(batch)
-        starts = batch.attention.cu_seqlens[1:].long()
+        starts = batch.img_attention.keys.cu_seqlens[1:].long()
         own_txt = torch.searchsorted(starts, batch.txt_to_joint, right=True)
         own_img = torch.searchsorted(starts, batch.img_to_joint, right=True)
         sums = torch.zeros(len(starts)).index_add(0, own_txt, batch.prompt_embeds.squeeze(1))
@@ -170,7 +170,7 @@ def has_text(batch: PackedInput, character: str) -> bool:
 
 
 def num_joint_tokens(batch: PackedInput) -> int:
-    return int(batch.attention.cu_seqlens[-1])
+    return int(batch.img_attention.keys.cu_seqlens[-1])
 
 
 MODES: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from engine_fakes import (
     same_picture,
 )
 
-from offline_diffusion.attention.metadata import AttentionMetadata
+from offline_diffusion.attention.metadata import SequenceBounds
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.models.base import PackedInput
 from offline_diffusion.request import Request, RequestOutput
@@ -258,9 +258,13 @@ def test_both_branches_of_unlike_requests_share_a_forward() -> None:
     list(make_engine(model, scheduling_policy="fifo").generate(requests))
     first = seen[0]
     # positive branches first, then the negative one: text + image tokens each
-    assert first.attention.seqlens == (3 + 3, 2 + 4, 4 + 3)
-    assert first.attention.cu_seqlens.tolist() == [0, 6, 12, 19]
-    assert first.attention.max_seqlen == 7
+    assert first.seqlens == (3 + 3, 2 + 4, 4 + 3)
+    for attention in (first.img_attention, first.txt_attention):
+        assert attention.keys.cu_seqlens.tolist() == [0, 6, 12, 19]
+        assert attention.keys.max_seqlen == 7
+    assert first.img_attention.queries.cu_seqlens.tolist() == [0, 3, 7, 10]
+    assert first.txt_attention.queries.cu_seqlens.tolist() == [0, 3, 5, 9]
+    assert (first.img_attention.queries.max_seqlen, first.txt_attention.queries.max_seqlen) == (4, 4)
     assert first.conditioning.tolist() == [750.0, 500.0]  # refreshed since: those of the last common step
     assert first.txt_request.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0]
     assert first.img_request.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
@@ -270,7 +274,7 @@ def test_both_branches_of_unlike_requests_share_a_forward() -> None:
 
 def test_an_empty_sequence_is_an_invariant_broken() -> None:
     with pytest.raises(AssertionError, match="empty sequence"):
-        AttentionMetadata.from_seqlens([3, 0], torch.device("cpu"))
+        SequenceBounds.from_seqlens([3, 0], torch.device("cpu"))
 
 
 def test_the_pictures_are_not_all_alike() -> None:

@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def timed_model(clock: Clock) -> FakeModel:
     def on_denoise(batch: PackedInput) -> None:
-        lengths = batch.attention.cu_seqlens.diff()
+        lengths = batch.img_attention.keys.cu_seqlens.diff()
         clock.now += FIXED + TOKEN * int(lengths.sum()) + SQUARE * int((lengths**2).sum())
 
     def on_decode(height: int, width: int) -> None:

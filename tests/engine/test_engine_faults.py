@@ -106,7 +106,7 @@ def test_latents_that_are_not_finite_fail_by_name(value: float) -> None:
 
     def denoise_step(batch: PackedInput) -> torch.Tensor:
         noise_pred = plain(batch)
-        starts = batch.attention.cu_seqlens[1:].long()
+        starts = batch.img_attention.keys.cu_seqlens[1:].long()
         poisoned = batch.txt_to_joint[(batch.prompt_embeds.squeeze(1) * 100).round() == ord("?")]
         sequences = torch.searchsorted(starts, poisoned, right=True)
         own = torch.searchsorted(starts, batch.img_to_joint, right=True)

@@ -70,7 +70,7 @@ def test_index_maps_cover_every_token_once(requests: list[Request]) -> None:
     packed = batch.model_input
     joint = torch.cat((packed.img_to_joint, packed.txt_to_joint)).sort().values
     assert torch.equal(joint, torch.arange(len(joint)))
-    assert len(joint) == sum(packed.attention.seqlens) == len(packed.rotary.cos)
+    assert len(joint) == sum(packed.seqlens) == len(packed.rotary.cos)
     assert torch.equal(packed.latents, batch.latents[batch.img_source])
     assert torch.equal(batch.owner[batch.img_source], packed.img_request)
     assert len(packed.conditioning) == len(requests)

@@ -80,26 +80,26 @@ def test_a_recorded_step_is_the_step(gpu_model: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fa3", "torch_varlen", "flash_attn"])
 def test_attention_backends_agree_with_the_reference(name: str) -> None:
-    from offline_diffusion.attention.metadata import AttentionMetadata
+    from offline_diffusion.attention.metadata import AttentionMetadata, SequenceBounds
 
     device = torch.device("cuda")
     status = {status.name: status for status in available_backends(device, torch.bfloat16)}[name]
     if not status.works:
         pytest.skip(status.why_not or "")
     _, attend = load_backend(name, device, torch.bfloat16)
-    meta = AttentionMetadata.from_seqlens([17, 320, 1088, 1], device)
-    q, k, v = (
-        torch.randn(meta.cu_seqlens[-1], 24, 128, device=device, dtype=torch.bfloat16) for _ in range(3)
+    num_queries, num_keys = [12, 320, 1024, 1], [17, 320, 1088, 1]
+    meta = AttentionMetadata(
+        SequenceBounds.from_seqlens(num_queries, device), SequenceBounds.from_seqlens(num_keys, device)
     )
-    out = attend(q, k, v, meta).double()
-    start = 0
-    for length in meta.seqlens:
-        part = [x[start : start + length].double().transpose(0, 1) for x in (q, k, v)]
-        weights = (part[0] @ part[1].transpose(1, 2) / 128**0.5).softmax(-1)
-        expected = (weights @ part[2]).transpose(0, 1)
-        error = (out[start : start + length] - expected).norm() / expected.norm()
-        assert error < 6e-3
-        start += length
+    q = torch.randn(sum(num_queries), 24, 128, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(sum(num_keys), 24, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    outs = attend(q, k, v, meta).double().split(num_queries)
+    parts = zip(q.split(num_queries), k.split(num_keys), v.split(num_keys), strict=True)
+    for out, part in zip(outs, parts, strict=True):
+        query, key, value = (x.double().transpose(0, 1) for x in part)
+        weights = (query @ key.transpose(1, 2) / 128**0.5).softmax(-1)
+        expected = (weights @ value).transpose(0, 1)
+        assert (out - expected).norm() / expected.norm() < 6e-3
 
 
 def test_fused_gelu_is_the_tanh_approximation(gpu_model: Any) -> None:
