@@ -84,7 +84,10 @@ def scheduled_steps(images: Images, budget: int, max_num_seqs: int) -> int:
     source: Iterator[tuple[int, tuple[int, int]]] = iter(enumerate(images))
     num_steps = 0
     while True:
-        while len(scheduler.waiting) < LOOK_AHEAD and (item := next(source, None)):
+        while not scheduler.no_more_requests and len(scheduler.waiting) < LOOK_AHEAD:
+            if (item := next(source, None)) is None:
+                scheduler.no_more_requests = True
+                break
             scheduler.add(ScheduledRequest(str(item[0]), *item[1]))
         if not scheduler.schedule().running:
             return num_steps
