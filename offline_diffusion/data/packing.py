@@ -7,6 +7,10 @@ from bisect import insort
 from typing import NamedTuple
 
 
+NUM_SIZES = 8
+"""Sizes are told apart by eighths of the budget, as the scheduler does in the tail."""
+
+
 class _Waiting(NamedTuple):
     """Sorts the most work first; equals keep their order."""
 
@@ -17,7 +21,7 @@ class _Waiting(NamedTuple):
 
 
 class PackingModel:
-    """The engine's schedule: of the images waiting in the window, those with the most work that fit.
+    """The engine's schedule, nearly: of the images waiting in the window, those with the most work that fit.
 
     Leaves out what seldom matters for the number of steps: the turn of an image that many others have
     passed, and the budget of the text stream. Its memory does not grow with the number of images.
@@ -52,7 +56,16 @@ class PackingModel:
             self._advance()
 
     def drain(self) -> None:
-        """No more images come: the rest of the window is run."""
+        """No more images come: the rest of the window is run, chains that would outlast the others first."""
+        work = sum(image.num_tokens * image.num_steps for image in self._window)
+        work += sum(tokens * (end - self._step) for end, tokens in self._running)
+        num_steps_left = work / self.max_num_batched_tokens
+
+        def preference(image: _Waiting) -> tuple[int, int, int]:
+            outlasting = image.num_steps if image.num_steps >= num_steps_left else 0
+            return -outlasting, image.num_tokens * -NUM_SIZES // self.max_num_batched_tokens, -image.num_steps
+
+        self._window.sort(key=preference)
         while self._window:
             self._advance()
 

@@ -56,14 +56,6 @@ def test_without_looking_ahead_it_is_first_in_first_out(
     assert model.step_fill == pytest.approx(fill)
 
 
-@given(image_lists, st.integers(1, 100), st.integers(1, 5))
-def test_a_window_as_long_as_the_manifest(images: Images, budget: int, max_num_seqs: int) -> None:
-    model = simulated(images, budget, max_num_seqs, 100)
-    num_steps, fill = brute_force_steps(images, budget, max_num_seqs, 100)
-    assert model.num_steps == num_steps
-    assert model.step_fill == pytest.approx(fill)
-
-
 @given(image_lists, st.integers(1, 100), st.integers(1, 5), st.integers(1, 8))
 def test_no_image_is_lost(images: Images, budget: int, max_num_seqs: int, look_ahead: int) -> None:
     model = simulated(images, budget, max_num_seqs, look_ahead)
@@ -104,7 +96,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize(("count", "max_num_seqs"), [(80, 128), (600, 16)])
+@pytest.mark.parametrize(("count", "max_num_seqs"), [(80, 128), (300, 64), (600, 16)])
 def test_the_engine_takes_as_many_steps(name: str, count: int, max_num_seqs: int) -> None:
     rng = random.Random(7)
     images = []
