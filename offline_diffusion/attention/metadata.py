@@ -9,6 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from offline_diffusion.upload import upload
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceBounds:
@@ -29,7 +31,7 @@ class SequenceBounds:
         """Args: ``seqlens``: tokens of each sequence, all at least 1."""
         assert min(seqlens, default=0) > 0, f"empty sequence in {seqlens}"
         bounds = [0, *accumulate(seqlens)]
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
+        cu_seqlens = upload(torch.tensor(bounds, dtype=torch.int32), device)
         return cls(cu_seqlens, tuple(seqlens), max(seqlens))
 
 

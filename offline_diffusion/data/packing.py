@@ -6,7 +6,6 @@ import heapq
 from bisect import insort
 from typing import NamedTuple
 
-
 NUM_SIZES = 8
 """Sizes are told apart by eighths of the budget, as the scheduler does in the tail."""
 

@@ -22,6 +22,7 @@ from offline_diffusion.engine.stats import WorkCounts
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
 from offline_diffusion.request import Request
 from offline_diffusion.stages import NO_STAGES, Stages, in_stage
+from offline_diffusion.upload import upload
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class ModelRunner:
         self.counts.num_prompts = self.prompts.num_encoded
         start = self._clock()
         sigmas, timesteps = self.model.prepare_timesteps(request)
-        latents = self.model.prepare_latents(request).to(self.model.device, non_blocking=True).float()
+        latents = upload(self.model.prepare_latents(request), self.model.device).float()
         return PreparedRequest(
             request=request,
             prompt_embeds=prompt_embeds,

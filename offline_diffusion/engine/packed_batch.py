@@ -20,6 +20,7 @@ from offline_diffusion.engine.solver import SigmaTable
 from offline_diffusion.kernels.packed_ops import guided_step_
 from offline_diffusion.models.base import DiffusionModel, PackedInput, RotaryTable
 from offline_diffusion.request import Request
+from offline_diffusion.upload import upload
 
 
 @dataclass(slots=True, eq=False)
@@ -133,12 +134,10 @@ class PackedBatch:
         negative_row = torch.full((sum(lengths),), -1)
         negative_row[guided_tokens] = torch.arange(sum(lengths), img_source.shape[0])
         timesteps = [request.timesteps[request.step_index :].tolist() for request in requests]
-
-        def upload(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+        scales = [request.request.true_cfg_scale for request in requests]
 
         conditioning = model.prepare_step([own[0] for own in timesteps], _later(timesteps, 0))
-        img_source = upload(img_source)
+        img_source = upload(img_source, device)
         return cls(
             requests=requests,
             latents=latents,
@@ -151,9 +150,9 @@ class PackedBatch:
                 sequences, owners, latents.index_select(0, img_source), conditioning, device
             ),
             img_source=img_source,
-            negative_row=upload(negative_row),
-            guidance_scale=upload(torch.tensor([request.request.true_cfg_scale for request in requests])),
-            owner=upload(_repeat(range(len(requests)), lengths)),
+            negative_row=upload(negative_row, device),
+            guidance_scale=upload(torch.tensor(scales, dtype=torch.float32), device),
+            owner=upload(_repeat(range(len(requests)), lengths), device),
             timesteps=timesteps,
             num_seqs=len(sequences),
         )
@@ -222,17 +221,14 @@ def _model_input(
 
     keys = SequenceBounds.from_seqlens([sequence.length for sequence in sequences], device)
 
-    def upload(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
     return PackedInput(
         latents=latents,
         conditioning=conditioning,
         prompt_embeds=torch.cat([sequence.prompt_embeds for sequence in sequences]),
-        img_request=upload(_repeat(owners, img_lengths)),
-        txt_request=upload(_repeat(owners, txt_lengths)),
-        img_to_joint=upload(_ranges(img_spans)),
-        txt_to_joint=upload(_ranges(txt_spans)),
+        img_request=upload(_repeat(owners, img_lengths), device),
+        txt_request=upload(_repeat(owners, txt_lengths), device),
+        img_to_joint=upload(_ranges(img_spans), device),
+        txt_to_joint=upload(_ranges(txt_spans), device),
         rotary=RotaryTable(
             torch.cat([sequence.rotary.cos for sequence in sequences]),
             torch.cat([sequence.rotary.sin for sequence in sequences]),

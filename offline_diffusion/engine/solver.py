@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from offline_diffusion.upload import upload
+
 
 class SigmaTable:
     """Every request's sigmas on the device, and the step each is at.
@@ -17,8 +19,8 @@ class SigmaTable:
 
     def __init__(self, sigmas: list[Tensor], step_indices: list[int], device: torch.device) -> None:
         padded = torch.nn.utils.rnn.pad_sequence(sigmas, batch_first=True)
-        self.sigmas = padded.to(device, non_blocking=True)  # [R, steps + 1]
-        self.step_index = torch.tensor(step_indices, dtype=torch.int64).to(device, non_blocking=True)  # [R]
+        self.sigmas = upload(padded, device)  # [R, steps + 1]
+        self.step_index = upload(torch.tensor(step_indices, dtype=torch.int64), device)  # [R]
 
     def advance(self) -> None:
         """Every request is one step further."""

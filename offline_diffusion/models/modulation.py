@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offline_diffusion.kernels.linear import MIN_ROWS
+from offline_diffusion.upload import upload
 
 NUM_SLOTS = 256
 """Timesteps kept at first; Qwen-Image at full size takes 4.4 MB for each. In bfloat16 there are about 700
@@ -70,7 +71,7 @@ class ModulationTable:
         if missing:
             self._fill(missing, later)
         slots = [self._slots[key] for key in wanted]
-        return torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
+        return upload(torch.tensor(slots, dtype=torch.int64), self._device)
 
     def _keys(self, timesteps: Iterable[float]) -> list[float]:
         keys: list[float] = torch.tensor(list(timesteps), dtype=torch.float32).to(self._dtype).tolist()
@@ -94,8 +95,8 @@ class ModulationTable:
             slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
             self._slots[key] = slot
             slots.append(slot)
-        keys = torch.tensor(missing, dtype=torch.float32).to(self._device, non_blocking=True)
-        places = torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
+        keys = upload(torch.tensor(missing, dtype=torch.float32), self._device)
+        places = upload(torch.tensor(slots, dtype=torch.int64), self._device)
         column = 0
         for part in self._compute(keys):
             self.rows[:, column : column + part.shape[1]].index_copy_(0, places, part)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offline_diffusion.upload import upload
+
 LENGTHS = (64, 128, 192, 256, 384, 576)
 """Tokens of a row. Longer than the longest prompt with its template, which has 34 + 512 tokens."""
 
@@ -59,5 +61,5 @@ class PromptEncoder:
         for row, ids in zip(input_ids, prompts, strict=False):
             row[: len(ids)] = torch.tensor(ids)
         # Without a mask attention runs in its causal form, and positions count from 0 in every row.
-        output = self._language_model(input_ids.to(self._device, non_blocking=True), use_cache=False)
+        output = self._language_model(upload(input_ids, self._device), use_cache=False)
         return [states[: len(ids)] for states, ids in zip(output.last_hidden_state, prompts, strict=False)]
