@@ -72,6 +72,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+PLAN_STEPS = 12
+"""Denoise steps of the images that a plan is checked with: enough to fit a cost model to one pack of them."""
+
+
 def main(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     scale = TINY_SCALE if args.model == "tiny" else 1
@@ -277,6 +281,18 @@ class Benchmark:
 
         budget = self._engine("packed").scheduler.max_num_batched_tokens
         return promise_cost(self.subject.model, self.clock, budget, scale=self.scale)
+
+    def _check_plan_estimate(self) -> Record:
+        """Fitted to the mixed 16, held against the uniform mix: other sizes, and a fifth without guidance."""
+        from estimate import plan_estimate
+        from ours import make_engine
+
+        prompts = read_prompts(self.args.prompts) if self.args.prompts else []
+        workloads = make_workloads(PLAN_STEPS, prompts, scale=self.scale)
+        count = self.args.max_images
+        engine = make_engine(self.subject.model)
+        seen, planned = workloads["mixed16"].requests[:count], workloads["uniform"].requests[:count]
+        return plan_estimate(engine, seen, planned, self.clock)
 
     def _check_quantization_error(self) -> Record:
         from checks import draw, error_requests, quantization_error

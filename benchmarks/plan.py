@@ -27,7 +27,7 @@ SYSTEMS = (
 )
 """In the order of measurement."""
 
-CHECKS = ("exactness", "promise_cost", "quantization_error")
+CHECKS = ("exactness", "promise_cost", "plan_estimate", "quantization_error")
 
 QUANTIZED = ("packed", "exactness", "quantization_error")
 """What is measured in other precisions than bf16 too."""
@@ -136,6 +136,7 @@ def make_plan(
         check_seconds = {
             "exactness": 0.8 * num_compositions + 4.0 * num_jobs,
             "promise_cost": 25.0,
+            "plan_estimate": 45.0,
             "quantization_error": 15.0,
         }
         entries += [

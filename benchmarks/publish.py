@@ -88,6 +88,11 @@ def _check_lines(records: Sequence[Record]) -> str:
             lines.append(_exactness_line(precision, values))
         elif workload == "promise_cost":
             lines.append(f"- What that costs: {values['full_pack']:.1%} of a full step.")
+        elif workload == "plan_estimate":
+            lines.append(
+                f"- `offdiff plan`, after a run of the mixed 16, of the uniform mix: "
+                f"{values['planned_s']:.0f} s; it took {values['real_s']:.0f} s."
+            )
         elif precision != "bf16":
             errors = (
                 f"{title} {form.format(values[name])}" for title, name, form in ERROR_COLUMNS if values[name]

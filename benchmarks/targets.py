@@ -60,6 +60,7 @@ TARGETS = [
         for what in ("noise_pred", "latents", "pixels")
     ],
     _at_most("promise_cost", "bf16", "found.full_pack", 0.02),
+    _at_most("plan_estimate", "bf16", "found.error", 0.15),
     _at_most("512", "bf16", "outside_share", 0.03),
     _at_most("512", "bf16", "gpu_idle_share", 0.02),
     _at_most("forty_aspects", "bf16", "longest_stall_s", 1.0),

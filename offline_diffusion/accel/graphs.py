@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,7 +28,10 @@ class StepRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool: Any = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
 
     def record(self, work: Callable[[], None]) -> Callable[[], None] | None:
         """What replays ``work`` on the current stream, or None where that is not possible.
@@ -37,17 +41,29 @@ class StepRecorder:
         """
         if self._stream is None:
             return None
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    work()
-                finally:
-                    graph.capture_end()
+            if self._keeper is None:
+                # One pool for all recordings: each uses again what the one before, dead by then, has left.
+                # It lasts as long as some graph does.
+                self._pool = torch.cuda.graph_pool_handle()
+                self._keeper = self._capture(lambda: torch.zeros(1, device=self._device))
+            return self._capture(work).replay
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return None
         except RuntimeError as error:
             self._stream = None
             logger.warning("small packs run without CUDA graphs: %s", error)
             return None
-        return graph.replay
+
+    def _capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        assert self._stream is not None
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph

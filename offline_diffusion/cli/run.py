@@ -123,7 +123,7 @@ def _run(config: JobConfig, run_task: RunTask | None, stop: StopFlag) -> JobSumm
 
         run_task = run_task or job.run_task
         summary = run_task(config, observer=display.update, stop=stop, say=display.say)
-    if summary.cost is not None:
+    if summary.cost is not None and summary.profile is None:  # tracing takes time of its own
         remember(summary.cost, config)
     return summary
 

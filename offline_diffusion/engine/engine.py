@@ -36,6 +36,9 @@ their full rate with so many rows; the rest of a step is the images'."""
 WAVE_POLL_S = 0.001
 """Pause of an iteration in which a wave waits for company."""
 
+GOOD_STEPS = 200
+"""Steps after which a budget that was lowered for want of memory is doubled again, up to what it was."""
+
 MAX_DECODING = 32
 """Images that may be in decode before the next step waits for one. They are decoded one after the other."""
 
@@ -56,7 +59,8 @@ class Engine:
         self.runner = ModelRunner(model, clock)
         self.stats = EngineStats()
         self.limits = measure_limits(model)
-        budget = fit_token_budget(model, config.max_num_batched_tokens, self.limits)
+        budget = self._budget = fit_token_budget(model, config.max_num_batched_tokens, self.limits)
+        self._num_good_steps = 0  # since memory ran out
         self.scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
@@ -90,12 +94,13 @@ class Engine:
             return
         try:
             state = RequestState.of(request, self.model, self.limits, self._clock())
+            entry = state.scheduled(self.model)
         except Exception as error:
             self._refuse(request, *row_fault(error))
             return
         self._states[request.request_id] = state
         self.runner.prompts.expect(state.branches)
-        self.scheduler.add(state.scheduled(self.model))
+        self.scheduler.add(entry)
 
     def _refuse(self, request: Request, error_type: str, error: str) -> None:
         self.stats.num_failed += 1
@@ -109,6 +114,7 @@ class Engine:
         if not self.scheduler.remove(request_id):
             return False
         state = self._states[request_id]
+        self.runner.prompts.forget_expected(state.branches)
         if state.started is not None:
             self.runner.drop_batch()
         self._finish(state, "aborted")
@@ -210,6 +216,12 @@ class Engine:
         self.stats.num_step_tokens += sum(state.num_tokens for state in running)
         self.stats.num_step_seqs += num_seqs
         self.stats.budget_tokens += self.scheduler.max_num_batched_tokens
+        self._num_good_steps += 1
+        if self.scheduler.max_num_batched_tokens < self._budget and self._num_good_steps >= GOOD_STEPS:
+            self._num_good_steps = 0
+            budget = min(self._budget, 2 * self.scheduler.max_num_batched_tokens)
+            self.scheduler.max_num_batched_tokens = budget
+            logger.info("memory has sufficed for %d steps: the budget is %d tokens again", GOOD_STEPS, budget)
         for state in running:
             state.metrics.steps_run += 1
             state.sum_batch_seqs += num_seqs
@@ -238,6 +250,7 @@ class Engine:
             return
         for state in running:
             state.metrics.attempts += 1
+        self._num_good_steps = 0
         evicted = self.scheduler.shrink(num_tokens // 2)
         logger.warning(
             "out of memory at %d tokens a step: the budget is now %d, %d requests wait again",
@@ -355,13 +368,15 @@ class Engine:
                     self.add_request(request)
                 yield from self.step()
         finally:
-            self._drop_all()
             self._generating = False
+            self._drop_all()
 
     def _drop_all(self) -> None:
-        for request_id in list(self._states):
-            self.abort(request_id)
-        while self.runner.num_decoding:
-            self._collect(wait=True)
-        self._done.clear()
+        """Also what an interrupted `step` has left in no queue."""
+        self.runner.drop_batch()
+        self.runner.drop_decoding()
+        self.scheduler.waiting.clear()
+        self.scheduler.running.clear()
         self.runner.prompts.forget_expected()
+        self._states.clear()
+        self._done.clear()

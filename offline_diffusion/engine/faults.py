@@ -13,8 +13,8 @@ def row_fault(error: Exception) -> tuple[str, str]:
     Raises:
         torch.AcceleratorError: The device is broken, which is no request's fault.
     """
-    if isinstance(error, torch.AcceleratorError):
-        raise error
     if is_out_of_memory(error):
         return "out_of_memory", str(error)
+    if isinstance(error, torch.AcceleratorError):
+        raise error
     return "model_error", f"{type(error).__name__}: {error}"

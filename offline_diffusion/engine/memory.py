@@ -36,15 +36,22 @@ GOOD_SHARE = 0.99
 MEASURED_LENGTH = 2_048
 """Tokens of a sequence in what is measured: an image of about 720 × 720 pixels."""
 
+SIGNS_OF_NO_MEMORY = (
+    "DefaultCPUAllocator",  # torch on a CPU
+    "CUDA error: out of memory",  # pinned memory, graphs
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "unable to find an engine to execute this computation",  # cuDNN, when no algorithm gets its workspace
+)
+
 IMAGE_BYTES_PER_PIXEL = 3 * (4 + 4 + 1)
 """The least a decode holds at once: the image in float32, its scaled copy and the bytes."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a GPU or a CPU, whose allocator has no error class of its own."""
+    """Whether memory ran out, on a GPU or a CPU: libraries say so in many ways."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_NO_MEMORY)
 
 
 def check_memory(request: Request, device: torch.device) -> str | None:
@@ -155,10 +162,13 @@ def _measured_budget(model: DiffusionModel, most: int) -> int:
     """Large packs first, so that all are measured on a warm device."""
     rates: dict[int, float] = {}
     for size in (budget for budget in BUDGETS if budget <= most):
-        pack = _measured_pack(model, size)
-        if not rates:
-            _step_once(pack, model)
-        rates[size] = pack.num_tokens / min(_step_seconds(pack, model) for _ in range(2))
+        try:
+            pack = _measured_pack(model, size)
+            if not rates:
+                _step_once(pack, model)
+            rates[size] = pack.num_tokens / min(_step_seconds(pack, model) for _ in range(2))
+        except torch.OutOfMemoryError:
+            most = size // 2
     if not rates:
         return most
     logger.info("tokens/s by token budget: %s", {size: round(rate) for size, rate in rates.items()})

@@ -191,6 +191,12 @@ class ModelRunner:
             done.record()
         return DecodedImage(prepared.request, host_pixels, host_finite, done, start, 0.0)
 
+    def drop_decoding(self) -> None:
+        """Forgets the images that are being decoded, once the device is through with them."""
+        if self._side_stream is not None:
+            self._side_stream.synchronize()
+        self._decoding.clear()
+
     def collect(self, *, wait: bool) -> list[DecodedImage]:
         """Images that have arrived, in the order they were started; with ``wait``, at least one."""
         arrived: list[DecodedImage] = []

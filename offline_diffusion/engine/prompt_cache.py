@@ -59,7 +59,10 @@ class PromptCache:
         """
         for prompt in prompts:
             self._expected.pop(prompt.input_ids, None)
-        self._encode([prompt for prompt in prompts if prompt.input_ids not in self._encoded])
+        try:
+            self._encode([prompt for prompt in prompts if prompt.input_ids not in self._encoded])
+        finally:
+            self._alone.difference_update(prompt.input_ids for prompt in prompts)
         streams, seconds = [], 0.0
         for prompt in prompts:
             encoded = self._encoded[prompt.input_ids]
@@ -76,9 +79,13 @@ class PromptCache:
         self._alone.clear()
         self._num_tokens = 0
 
-    def forget_expected(self) -> None:
-        """Nothing that was announced will be asked for."""
-        self._expected.clear()
+    def forget_expected(self, prompts: Iterable[TokenizedPrompt] | None = None) -> None:
+        """``prompts`` will not be asked for, or without them nothing that was announced."""
+        if prompts is None:
+            self._expected.clear()
+            return
+        for prompt in prompts:
+            self._expected.pop(prompt.input_ids, None)
 
     def _encode(self, unknown: list[TokenizedPrompt]) -> None:
         unknown = list(dict.fromkeys(unknown))

@@ -19,7 +19,6 @@ class RequestState:
     Args:
         request: What was asked.
         prompt, negative: Its branches' texts; ``negative`` None when guidance is off.
-        num_tokens: Image and text tokens of all its sequences.
         arrival: Seconds on the engine's clock.
         metrics: Of its output.
         share: Its part in a step.
@@ -32,7 +31,6 @@ class RequestState:
     request: Request
     prompt: TokenizedPrompt
     negative: TokenizedPrompt | None
-    num_tokens: int
     arrival: float
     metrics: RequestMetrics
     share: StepShare
@@ -59,7 +57,12 @@ class RequestState:
         )
         share = StepShare(metrics, sum(lengths), sum(length**2 for length in lengths))
         decode_tokens = 0 if limits is None else limits.decode_tokens(request.height * request.width)
-        return cls(request, prompt, negative, sum(lengths), now, metrics, share, decode_tokens=decode_tokens)
+        return cls(request, prompt, negative, now, metrics, share, decode_tokens=decode_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Image and text tokens of all its sequences."""
+        return self.share.num_tokens
 
     @property
     def branches(self) -> list[TokenizedPrompt]:

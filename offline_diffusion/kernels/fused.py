@@ -1,4 +1,4 @@
-"""Triton kernels of the packed forward, one program a token: twins of ``packed_ops``.
+"""Triton kernels of the packed forward, one program a token or a few: twins of ``packed_ops``.
 
 A row's arithmetic never depends on how many rows there are: block shapes follow from the channel
 counts alone and nothing is autotuned, so a token's bits are the same in any company. Sums are in

@@ -49,6 +49,8 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Di
     """
     checkpoint = checkpoint or find_checkpoint(config.model, config.revision)
     device = resolve_device(config.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # what names no device, events and kernels among it, means this one
     pipeline = _load_pipeline(checkpoint, resolve_dtype(config.dtype, device), device)
     model = model_from_pipeline(pipeline, checkpoint, device, config.attention_backend)
     apply_quantization(model, config.quantization)

@@ -77,12 +77,18 @@ class ModulationTable:
         keys: list[float] = torch.tensor(list(timesteps), dtype=torch.float32).to(self._dtype).tolist()
         return keys
 
+    def must_move(self, num_requests: int) -> bool:
+        """Whether so many timesteps at once need another table: the old one is let go of then."""
+        return self._rows is None or num_requests + MIN_ROWS > self._num_slots
+
     def _reserve(self, num_requests: int) -> None:
         needed = num_requests + MIN_ROWS
-        if self._rows is None or needed > self._num_slots:
-            self._num_slots = max(self._num_slots, 2 * needed if self._rows is not None else needed)
-            self._rows = torch.empty(self._num_slots, self._width, dtype=self._dtype, device=self._device)
+        if self.must_move(num_requests):
+            num_slots = max(self._num_slots, needed if self._rows is None else 2 * needed)
             self._slots.clear()
+            self._rows = None  # the device need not hold both
+            self._rows = torch.empty(num_slots, self._width, dtype=self._dtype, device=self._device)
+            self._num_slots = num_slots
 
     def _fill(self, missing: list[float], later: Iterable[float]) -> None:
         room = MIN_ROWS - len(missing)
@@ -95,7 +101,14 @@ class ModulationTable:
             slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
             self._slots[key] = slot
             slots.append(slot)
-        keys = upload(torch.tensor(missing, dtype=torch.float32), self._device)
+        try:
+            self._compute_into(slots, missing)
+        except BaseException:
+            self._slots.clear()  # rows that are not there must not be found
+            raise
+
+    def _compute_into(self, slots: list[int], timesteps: list[float]) -> None:
+        keys = upload(torch.tensor(timesteps, dtype=torch.float32), self._device)
         places = upload(torch.tensor(slots, dtype=torch.int64), self._device)
         column = 0
         for part in self._compute(keys):

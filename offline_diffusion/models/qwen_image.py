@@ -227,7 +227,8 @@ class QwenImage:
         return [self._text_stream(states[self._num_head_tokens :]) for states in hidden]
 
     def _text_stream(self, hidden: Tensor) -> Tensor:
-        return self._txt_in(self._transformer.txt_norm(hidden.to(self.dtype)))
+        """A copy of its own: the product's rows are padded, and the stream is kept for long."""
+        return self._txt_in(self._transformer.txt_norm(hidden.to(self.dtype))).clone()
 
     def prepare_latents(self, request: Request) -> Tensor:
         """Drawn on the CPU in the model's dtype by the request's own generator, then patchified 2×2."""
@@ -272,6 +273,8 @@ class QwenImage:
 
     def prepare_step(self, timesteps: Sequence[float], later: Iterable[float]) -> Tensor:
         """``[R]`` int64: each request's row in the table of modulations."""
+        if self._table.must_move(len(timesteps)):
+            self._views = None  # or the old table would stay
         return self._table.slots(timesteps, later)
 
     def denoise_step(self, batch: PackedInput) -> Tensor:

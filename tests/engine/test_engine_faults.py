@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_fakes import FakeModel, has_text, make_request, num_joint_tokens, same_picture
+from engine_fakes import FakeModel, has_text, make_engine, make_request, num_joint_tokens, same_picture
 
 from offline_diffusion.config import EngineConfig
+from offline_diffusion.engine import engine as engine_module
 from offline_diffusion.engine.engine import Engine
-from offline_diffusion.engine.memory import check_memory
+from offline_diffusion.engine.memory import check_memory, is_out_of_memory
 from offline_diffusion.models.base import PackedInput
 from offline_diffusion.request import Request, RequestOutput
 
@@ -371,3 +372,60 @@ def test_two_runs_of_one_engine_do_not_mix() -> None:
         next(engine.generate([make_request("x")]))
     assert [output.request_id for output in first] == ["b", "c"]
     assert [output.request_id for output in engine.generate([make_request("x")])] == ["x"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.AcceleratorError])
+def test_a_run_broken_off_in_a_decode_leaves_nothing_behind(error: type[BaseException]) -> None:
+    model = FakeModel()
+
+    def break_off(*_: int) -> None:
+        model.on_decode = lambda *_: None
+        raise error("now")
+
+    model.on_decode = break_off
+    engine = make_engine(model)
+    with pytest.raises(error):
+        list(engine.generate([make_request("a"), make_request("b")]))
+    assert not engine.has_unfinished
+    outputs = list(engine.generate([make_request("a"), make_request("c")]))
+    assert {output.request_id: output.status for output in outputs} == {"a": "ok", "c": "ok"}
+
+
+def test_a_lowered_budget_grows_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "GOOD_STEPS", 3)
+    model = FakeModel()
+    fails = iter([True, True])
+
+    def on_denoise(_: object) -> None:
+        if next(fails, False):
+            raise torch.OutOfMemoryError("full")
+
+    engine = make_engine(model, max_num_batched_tokens=100)
+    budgets: list[int] = []
+
+    def watch(batch: object) -> None:
+        on_denoise(batch)
+        budgets.append(engine.scheduler.max_num_batched_tokens)
+
+    model.on_denoise = watch
+    outputs = list(engine.generate([make_request(str(n), "ab", num_inference_steps=20) for n in range(8)]))
+    assert all(output.status == "ok" for output in outputs)
+    assert budgets[0] < 50
+    assert budgets[-1] == 100
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("shape mismatch"), False),
+    ],
+)
+def test_signs_of_no_memory(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected

@@ -201,3 +201,30 @@ def test_clearing_lets_go_of_everything_encoded(cache: PromptCache, model: FakeM
     cache.clear()
     assert torch.equal(cache.get(tokenize("a"))[0][0], torch.tensor([[0.97]]))
     assert model.encode_calls == [["a", "b"], ["a"]]
+
+
+def test_aborted_requests_are_not_encoded_for_nobody(model: FakeModel) -> None:
+    engine = make_engine(model, max_num_seqs=1, scheduling_policy="fifo")
+    for name in ("a", "b", "c"):
+        engine.add_request(make_request(name, name))
+    engine.abort("b")
+    while engine.has_unfinished:
+        engine.step()
+    assert set(model.encoded) == {"a", "c"}
+
+
+def test_a_failed_batch_is_forgotten_once_its_prompts_were_served(model: FakeModel) -> None:
+    cache = PromptCache(model, Clock())
+    bad = model.tokenize("bad")
+
+    def on_encode(text: str) -> None:
+        if text == "bad":
+            raise ValueError("bad")
+
+    model.on_encode = on_encode
+    good = model.tokenize("g")
+    cache.expect([good])
+    with pytest.raises(ValueError, match="bad"):
+        cache.get([bad])
+    cache.get([good])
+    assert not cache._alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,3 +95,38 @@ def test_the_table_stays_where_it_is_while_the_pack_does() -> None:
     for start in range(0, 900, 30):
         table.slots([float(t) for t in range(start, start + 30)])
     assert table.rows is rows
+
+
+def test_rows_that_failed_half_way_are_computed_again() -> None:
+    """Memory may run out between two parts; the retry must not find rows that are not there."""
+    computed = Computed()
+    fails = [True]
+
+    def compute(timesteps: torch.Tensor) -> Iterator[torch.Tensor]:
+        first, second = computed(timesteps)
+        yield first
+        if fails:
+            fails.pop()
+            raise torch.OutOfMemoryError("full")
+        yield second
+
+    table = ModulationTable(3, compute, torch.float32, CPU, 70)
+    with pytest.raises(torch.OutOfMemoryError):
+        table.slots([5.0], [6.0, 7.0])
+    assert table.rows[table.slots([6.0, 5.0])].tolist() == [[6.0, -6.0, 12.0], [5.0, -5.0, 10.0]]
+
+
+def test_a_table_that_could_not_grow_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make_table(Computed(), num_slots=66)
+    table.slots([1.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", _raise_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            table.slots([float(t) for t in range(200)])
+    timesteps = [float(t) for t in range(200)]
+    slots = table.slots(timesteps)
+    assert table.rows[slots][:, 0].tolist() == timesteps
+
+
+def _raise_out_of_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("full")
