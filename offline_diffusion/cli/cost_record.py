@@ -41,7 +41,7 @@ class CostRecord(BaseModel):
     Args:
         model, device, dtype, quantization: What it is true of; ``device`` is a product name or ``CPU``.
         fixed_s, token_s, square_s, image_s, pixel_s, prompt_s: The terms, see ``engine.cost.CostModel``.
-        max_num_batched_tokens, max_num_seqs: The budget of the steps.
+        max_num_batched_tokens: The budget of the steps; ``budget_was_given`` when the user said it.
         num_steps, num_images, seconds: What it rests on.
         measured_at: Unix time.
         version: Of this package.
@@ -60,7 +60,7 @@ class CostRecord(BaseModel):
     pixel_s: float = Field(ge=0)
     prompt_s: float = Field(ge=0)
     max_num_batched_tokens: int = Field(ge=1)
-    max_num_seqs: int = Field(ge=1)
+    budget_was_given: bool
     num_steps: int = Field(ge=1)
     num_images: int = Field(ge=0)
     seconds: float = Field(gt=0)
@@ -135,7 +135,7 @@ def _record(cost: MeasuredCost, config: EngineConfig) -> CostRecord:
         quantization=config.quantization,
         **asdict(cost.model),
         max_num_batched_tokens=cost.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
+        budget_was_given=config.max_num_batched_tokens is not None,
         num_steps=cost.num_steps,
         num_images=cost.num_images,
         seconds=cost.seconds,
@@ -146,7 +146,7 @@ def _record(cost: MeasuredCost, config: EngineConfig) -> CostRecord:
 
 def _records_folder() -> Path | None:
     with suppress(RuntimeError):  # a user without a home
-        return cache_folder() / "throughput"
+        return cache_folder() / "costs"
     return None
 
 

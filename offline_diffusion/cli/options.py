@@ -24,9 +24,11 @@ SLURM_ARRAY = "Slurm's array"
 """How options are spelled that it gave."""
 
 LEVEL_HELP = (
-    "jpeg: quality, 1 to 100  [default: 95]; png, 1 to 9, and webp, 0 to 6: time spent on smaller files, "
-    "without loss (png: from 6 on)  [default: 1]."
+    "jpeg: quality, 1 to 100  [default: 95]; png and webp lose nothing, higher is smaller and slower: "
+    "png 1 to 9 (1 to 5 are alike), webp 0 to 6  [default: 1]."
 )
+
+IMAGE_FORMAT = JobConfig.model_fields["image_format"].default
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -138,7 +140,7 @@ def budget_options(command: Command) -> Command:
         job_option("--max-num-seqs", "Most images in a step.", metavar="N"),
         job_option(
             "--max-num-batched-tokens",
-            "Token budget of a step.  [default: measured at start; on a CPU "
+            "Token budget of a step.  [default: what `run` measures at start; on a CPU "
             f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}]",
             metavar="N",
         ),
@@ -150,7 +152,30 @@ def shard_options(command: Command) -> Command:
     return together(
         job_option("--shard-size", "Rows of an output shard.", metavar="ROWS"),
         job_option("--image-format", "Encoding of the images."),
-        job_option("--image-level", LEVEL_HELP, metavar="N"),
+    )(command)
+
+
+def schedule_options(command: Command) -> Command:
+    """Who shares a step."""
+    return together(
+        job_option(
+            "--step-execution",
+            "Requests join and leave between steps; off, they run in waves (request mode).",
+        ),
+        job_option("--scheduling-policy", "Admit in order, or look ahead to fill steps."),
+    )(command)
+
+
+def compute_options(command: Command) -> Command:
+    """On what and in which numbers."""
+    return together(
+        job_option(
+            "--quantization",
+            "Eight bits for the blocks' products: faster, half the weight memory. fp8 from compute "
+            "capability 8.9, int8 from 8.0; on a CPU either is only imitated, to try it.",
+        ),
+        job_option("--dtype", "Type to compute in; auto: bfloat16 on a GPU, float32 on a CPU."),
+        job_option("--device", "auto, cpu, cuda or cuda:N.", metavar="DEVICE"),
     )(command)
 
 
@@ -176,6 +201,8 @@ def gather_values(
         values = {name: value for name, value in read_job_file(job_file).items() if value is not None}
         check_option_names(values, source=f"job file {job_file}")
         spelling |= {name: f"job file {job_file}: {name}" for name in values}
+    if given.get("image_format") not in (None, values.get("image_format", IMAGE_FORMAT)):
+        values.pop("image_level", None)  # it is a level of the file's format
     for name, value in given.items():
         if name in JobConfig.model_fields and value not in (None, ()):
             file_map = values.get("map")

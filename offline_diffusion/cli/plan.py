@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from offline_diffusion.cli.cost_record import CostRecord, recall
+from offline_diffusion.cli.cost_record import ENOUGH_IMAGES, ENOUGH_SECONDS, CostRecord, recall
 from offline_diffusion.cli.options import (
     budget_options,
     build_config,
+    compute_options,
     job_option,
     manifest_options,
     model_options,
     row_options,
+    schedule_options,
     shard_options,
 )
 from offline_diffusion.cli.progress import ticking
@@ -62,7 +64,9 @@ class Estimate(NamedTuple):
 @manifest_options
 @model_options
 @row_options
+@schedule_options
 @budget_options
+@compute_options
 @shard_options
 @job_option("--num-tasks", "Tasks that share the job, each on a device of its own.", metavar="N")
 @click.option(
@@ -88,14 +92,22 @@ def command(as_json: bool, tflops: float | None, **given: Any) -> None:
     config = build_config({**given, "out": "."})
     record = recall(config)
     estimate = _estimate(tflops, record)
+    budget_basis = "as given"
     if config.max_num_batched_tokens is None:
-        budget = record.max_num_batched_tokens if record else DEFAULT_MAX_NUM_BATCHED_TOKENS
+        budget, budget_basis = _likely_budget(record)
         config = config.model_copy(update={"max_num_batched_tokens": budget})
     plan = _scan(config)
     if as_json:
-        click.echo(json.dumps(_to_dict(config, plan, estimate)))
+        click.echo(json.dumps({**_to_dict(config, plan, estimate), "budget_basis": budget_basis}))
     else:
-        click.echo(_to_text(config, plan, estimate))
+        click.echo(_to_text(config, plan, estimate, budget_basis))
+
+
+def _likely_budget(record: CostRecord | None) -> tuple[int, str]:
+    """What `run` would measure at start, and why that is believed."""
+    if record is not None and not record.budget_was_given:
+        return record.max_num_batched_tokens, "as the last run measured it"
+    return DEFAULT_MAX_NUM_BATCHED_TOKENS, "the default of a CPU; `run` measures it on a GPU"
 
 
 def _scan(config: JobConfig) -> Plan:
@@ -113,7 +125,7 @@ def _scan(config: JobConfig) -> Plan:
         shard_size=config.shard_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        look_ahead=LOOK_AHEAD if config.scheduling_policy == "pack" else 1,
+        look_ahead=LOOK_AHEAD if config.scheduling_policy == "pack" and config.step_execution else 1,
         num_tasks=config.num_tasks,
         image_format=config.image_format,
     )
@@ -136,7 +148,8 @@ def _estimate(tflops: float | None, record: CostRecord | None) -> Estimate:
     return Estimate(
         None,
         ASSUMED_TFLOPS * 1e12,
-        f"assumed {ASSUMED_TFLOPS:.0f} TFLOP/s, about one H200 in bfloat16; give --tflops, or run once",
+        f"assumed {ASSUMED_TFLOPS:.0f} TFLOP/s, about one H200 in bfloat16; give --tflops, or let a run "
+        f"take {ENOUGH_SECONDS:.0f} s or draw {ENOUGH_IMAGES} images",
     )
 
 
@@ -160,9 +173,9 @@ def _to_dict(config: JobConfig, plan: Plan, estimate: Estimate) -> dict[str, Any
     }
 
 
-def _to_text(config: JobConfig, plan: Plan, estimate: Estimate) -> str:
+def _to_text(config: JobConfig, plan: Plan, estimate: Estimate, budget_basis: str) -> str:
     parts = [
-        _summary(config, plan, estimate),
+        _summary(config, plan, estimate, budget_basis),
         _histogram("size", [(f"{w}x{h}", n) for (w, h), n in plan.resolutions.items()]),
         _histogram("steps", [(str(steps), n) for steps, n in plan.inference_steps.items()]),
         _tasks(plan, estimate),
@@ -170,7 +183,7 @@ def _to_text(config: JobConfig, plan: Plan, estimate: Estimate) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _summary(config: JobConfig, plan: Plan, estimate: Estimate) -> str:
+def _summary(config: JobConfig, plan: Plan, estimate: Estimate, budget_basis: str) -> str:
     seconds = max(estimate.seconds(task) for task in plan.tasks)
     per_pixel = f"estimated from the pixels, {config.image_format}"
     lines = [
@@ -180,8 +193,8 @@ def _summary(config: JobConfig, plan: Plan, estimate: Estimate) -> str:
         ("tokens", f"{quantity(plan.image_tokens)} image, {quantity(plan.text_tokens)} text (estimated: "
                    f"a token is 4 bytes of UTF-8); {quantity(plan.step_tokens)} over all steps"),
         ("work", f"{quantity(plan.flops, 'FLOP')} in denoise steps"),
-        ("packing", f"{plan.step_fill:.0%} of {config.max_num_batched_tokens:,} tokens filled over "
-                    f"{plural(plan.num_steps, 'step')} (simulated)"),
+        ("packing", f"{plan.step_fill:.0%} of {config.max_num_batched_tokens:,} tokens ({budget_basis}) "
+                    f"filled over {plural(plan.num_steps, 'step')} ({_simulated(config)})"),
         ("output", f"{quantity(plan.output_bytes, 'B')} ({per_pixel})"),
         ("shards", f"{plan.num_shards:,} of {plural(config.shard_size, 'row')}"),
         ("time", f"{duration(seconds)} on {plural(config.num_tasks, 'task')} ({estimate.basis})"),
@@ -191,6 +204,10 @@ def _summary(config: JobConfig, plan: Plan, estimate: Estimate) -> str:
         lines.append(("warning", f"guidance is off in {rows}: true_cfg_scale > 1 without a negative prompt"))
     lines += [("cannot draw", f"{plural(count, 'row')}: {why}") for why, count in _first(plan.faults)]
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
+
+
+def _simulated(config: JobConfig) -> str:
+    return "simulated" if config.step_execution else "simulated in step mode; waves take more"
 
 
 def _first(counts: dict[str, int]) -> list[tuple[str, int]]:

@@ -11,13 +11,16 @@ import click
 
 from offline_diffusion.cli.cost_record import remember
 from offline_diffusion.cli.options import (
+    LEVEL_HELP,
     SLURM_ARRAY,
     budget_options,
+    compute_options,
     gather_values,
     job_option,
     manifest_options,
     model_options,
     row_options,
+    schedule_options,
     shard_options,
     together,
 )
@@ -39,23 +42,13 @@ RunTask = Callable[..., "JobSummary"]
 EXIT_SOME_FAILED = 3
 
 engine_options = together(
-    job_option(
-        "--step-execution",
-        "Requests join and leave between steps; off, they run in waves (request mode).",
-    ),
+    schedule_options,
     budget_options,
     job_option(
         "--request-batch-max-wait-ms", "How long a wave waits to fill up in request mode.", metavar="MS"
     ),
-    job_option("--scheduling-policy", "Admit in order, or look ahead to fill steps."),
     job_option("--attention-backend", "See `offdiff models`."),
-    job_option(
-        "--quantization",
-        "Eight bits for the blocks' products: faster, half the weight memory. fp8 from compute capability "
-        "8.9, int8 from 8.0.",
-    ),
-    job_option("--dtype", "Type to compute in; auto: bfloat16 on a GPU, float32 on a CPU."),
-    job_option("--device", "auto, cpu, cuda or cuda:N.", metavar="DEVICE"),
+    compute_options,
 )
 
 task_options = together(
@@ -82,6 +75,7 @@ failure_options = together(
 @job_option("--seed", "Job seed, for rows without one.", metavar="N")
 @engine_options
 @shard_options
+@job_option("--image-level", LEVEL_HELP, metavar="N")
 @task_options
 @failure_options
 @profile_option

@@ -43,7 +43,7 @@ def keep(
 
 
 def test_a_record_has_everything_that_was_measured(tmp_path: Path) -> None:
-    remember(COST, config(max_num_seqs=7), folder=tmp_path)
+    remember(COST, config(max_num_batched_tokens=9_000), folder=tmp_path)
     record = recall(config(), folder=tmp_path)
     assert record is not None
     assert record.cost_model() == TERMS
@@ -53,7 +53,7 @@ def test_a_record_has_everything_that_was_measured(tmp_path: Path) -> None:
         "model": "m", "device": "CPU", "dtype": "float32", "quantization": "none",
         "fixed_s": 0.01, "token_s": 2e-5, "square_s": 3e-9,
         "image_s": 0.004, "pixel_s": 5e-8, "prompt_s": 0.02,
-        "max_num_batched_tokens": 8_192, "max_num_seqs": 7, "num_steps": 300, "num_images": 500,
+        "max_num_batched_tokens": 8_192, "budget_was_given": True, "num_steps": 300, "num_images": 500,
         "seconds": 100.0, "version": offline_diffusion.__version__,
     }  # fmt: skip
 
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written_is_no_fault_of_the_job(tmp_path: Path) 
 def test_the_users_own_records_lie_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     remember(COST, config())
-    (path,) = (tmp_path / "offline_diffusion" / "throughput").iterdir()
+    (path,) = (tmp_path / "offline_diffusion" / "costs").iterdir()
     assert CostRecord.model_validate_json(path.read_text()) == recall(config())
 
 

@@ -195,3 +195,15 @@ def test_a_plan_of_many_tasks_needs_no_index() -> None:
 
 def test_an_array_job_without_an_array_is_no_task() -> None:
     assert slurm_task({"SLURM_JOB_ID": "1"}, None) == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [({}, 2), ({"image_format": "webp"}, 2), ({"image_format": "jpeg"}, None)]
+)
+def test_a_files_image_level_is_of_the_files_format(
+    flags: dict[str, str], expected: int | None, tmp_path: Path
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("image_format: webp\nimage_level: 2\n", encoding="utf-8")
+    values, _ = gather_values({"job_file": job, "image_level": None, **flags}, environ={})
+    assert values.get("image_level") == expected

@@ -139,7 +139,14 @@ def test_the_budget_is_the_options_or_else_the_measured_one(tiny_model: Path) ->
     measured, stated = plan(tiny_model), plan(tiny_model, "--max-num-batched-tokens", 16_896)
     assert (measured["max_num_batched_tokens"], stated["max_num_batched_tokens"]) == (600, 16_896)
     assert measured["num_steps"] > stated["num_steps"]
-    assert "of 600 tokens filled" in invoke(tiny_model).stdout
+    assert "of 600 tokens (as the last run measured it) filled" in invoke(tiny_model).stdout
+
+
+def test_a_budget_that_was_given_to_a_run_is_no_other_jobs(tiny_model: Path) -> None:
+    run_before(tiny_model, budget=600, max_num_batched_tokens=600)
+    values = plan(tiny_model)
+    assert values["max_num_batched_tokens"] == 16_896
+    assert values["budget_basis"].startswith("the default")
 
 
 def test_the_jobs_policy_is_simulated(tiny_model: Path, tmp_path: Path) -> None:

@@ -167,5 +167,15 @@ def test_what_a_run_cost_is_remembered_for_plans(monkeypatch: pytest.MonkeyPatch
     assert json.loads(result.stdout)["cost"]["model"]["square_s"] == 0.3
     record = recall(EngineConfig(model="m"))
     assert record is not None
-    assert (record.device, record.num_images, record.max_num_seqs) == ("CPU", 60, 128)
+    assert (record.device, record.num_images, record.budget_was_given) == ("CPU", 60, False)
     assert record.cost_model() == terms
+
+
+def test_a_profiled_run_is_not_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tracing takes time of its own, which is no part of what steps cost."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cost = MeasuredCost(CostModel(1, 1, 1), 50, 20.0, 60, max_num_batched_tokens=4_096, dtype="float32")
+    profile = {"stages": {}}
+    monkeypatch.setattr("offline_diffusion.cli.run.profile_text", lambda _: "")
+    assert invoke(lambda config, **_: summary(cost=cost, profile=profile), "--model", "m").exit_code == 0
+    assert recall(EngineConfig(model="m")) is None
