@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from offline_diffusion.engine.engine import Engine
+from offline_diffusion.engine.profile import chrome_trace, device_idle_share
 from offline_diffusion.request import Request
 
-DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-
 MIN_WINDOW_S = 1.0
-
-
-def device_idle_share(events: Iterable[dict[str, Any]]) -> float | None:
-    """Share of the time from the first to the last device event in which none ran, on any stream.
-
-    Args:
-        events: ``traceEvents`` of a chrome trace; others than device work are passed over.
-    """
-    spans = sorted(
-        (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        for event in events
-        if event.get("cat") in DEVICE_WORK
-    )
-    if not spans:
-        return None
-    start, busy_until = spans[0][0], spans[0][0]
-    idle = 0.0
-    for begin, end in spans:
-        idle += max(0.0, begin - busy_until)
-        busy_until = max(busy_until, end)
-    return idle / (busy_until - start) if busy_until > start else None
 
 
 def traced_idle_share(engine: Engine, requests: Sequence[Request]) -> float | None:
@@ -63,15 +37,7 @@ def traced_idle_share(engine: Engine, requests: Sequence[Request]) -> float | No
                 started = time.perf_counter()
             elif time.perf_counter() - started >= MIN_WINDOW_S:
                 profile.stop()
-                return device_idle_share(_trace_events(profile))
+                return device_idle_share(chrome_trace(profile)["traceEvents"])
     if profile is not None:
         profile.stop()
     return None
-
-
-def _trace_events(profile: torch.profiler.profile) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return events

@@ -5,7 +5,7 @@ python benchmarks/profile_step.py 512
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 from compositions import prepare
@@ -20,12 +20,18 @@ NUM_LAYERS = 12
 
 @torch.inference_mode()
 def main() -> None:
+    workloads = make_workloads(8)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload", nargs="?", default="512", choices=workloads)
+    requests = workloads[parser.parse_args().workload].requests
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
     device = torch.device("cuda")
     model = model_from_pipeline(build_pipeline(device, num_layers=NUM_LAYERS), checkpoint(NUM_LAYERS), device)
     runner = ModelRunner(model)
     prepared = []
     num_tokens = 0
-    for request in make_workloads(8)[sys.argv[1] if len(sys.argv) > 1 else "512"].requests:
+    for request in requests:
         prepared.append(prepare(runner, request))
         num_tokens += 2 * prepared[-1].num_image_tokens
         if num_tokens >= 16_000:

@@ -8,6 +8,7 @@ Free of torch.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,10 +126,15 @@ def with_tables(text: str, records: Sequence[Record]) -> str:
     return before + BEGIN + "\n" + (f"\n{inner}\n\n" if inner else "") + END + after
 
 
-def main(paths: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="*", type=Path, metavar="RESULT.json", help="merged in this order")
+    paths = parser.parse_args(arguments).results
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        parser.error(f"no such file: {', '.join(missing)}")
     records = read(RESULTS)
     for path in paths:
-        records = merge(records, read(Path(path)))
+        records = merge(records, read(path))
     if paths:
         write(RESULTS, records)
     README.write_text(with_tables(README.read_text(encoding="utf-8"), records), encoding="utf-8")

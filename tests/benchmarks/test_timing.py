@@ -1,4 +1,4 @@
-"""How seconds become numbers: diffusers' scaled calls, idle shares, stalls."""
+"""How seconds become numbers: diffusers' scaled calls, stalls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from clock import Clock
-from idle import device_idle_share
 from ours import EngineRun, StepWatch, longest_gap, make_engine, run, run_shape_by_shape, trace_requests
 from plan import RivalOptions
 from rival import Rival
@@ -100,24 +99,6 @@ def test_compiled_blocks_are_dropped_afterwards(tiny_pipeline: Any) -> None:
     assert compiled.seconds > 0
     assert all(block._compiled_call_impl is None for block in blocks)
     assert blocks == list(tiny_pipeline.transformer.transformer_blocks)
-
-
-def kernel(start: float, end: float, stream: int = 7) -> dict[str, Any]:
-    return {"ph": "X", "cat": "kernel", "ts": start, "dur": end - start, "args": {"stream": stream}}
-
-
-def test_idle_is_when_no_stream_works() -> None:
-    """Busy 0–4 and 6–10 on one stream, 3–7 on another: never idle."""
-    assert device_idle_share([kernel(0, 4), kernel(3, 7, 20), kernel(6, 10)]) == 0
-    assert device_idle_share([kernel(6, 10), kernel(0, 4)]) == pytest.approx(0.2)
-    assert device_idle_share([kernel(0, 9), kernel(1, 2, 20), kernel(9.5, 10)]) == pytest.approx(0.05)
-
-
-def test_the_host_s_work_is_not_the_device_s() -> None:
-    launch = {"ph": "X", "cat": "cuda_runtime", "ts": 4.0, "dur": 2.0}
-    copy = {"ph": "X", "cat": "gpu_memcpy", "ts": 9.0, "dur": 1.0}
-    assert device_idle_share([kernel(0, 4), launch, copy]) == pytest.approx(0.5)
-    assert device_idle_share([launch]) is None
 
 
 def test_a_large_step_is_no_stall() -> None:
