@@ -115,6 +115,8 @@ def _run_profiled(task: _Task) -> JobSummary:
         profile = profiler.finish(interrupted=summary is None or summary.interrupted)
         for warning in profiler.warnings:
             task.say(f"warning: {warning}")
+        if profile is None:
+            task.say("no image was drawn: there is no profile")
     return replace(summary, profile=profile)
 
 

@@ -183,9 +183,12 @@ class Profiler(StageClock):
         base = trace.get("baseTimeNanoseconds", 0) / 1e9
         spans, self._spans = self._spans, []
         events += [span | {"ts": (span["ts"] + self._epoch - base) * 1e6} for span in spans]
-        path = self._folder / f"{self._stem}.trace.json.gz"
-        _replace(path, gzip.compress(json.dumps(trace).encode(), compresslevel=6))
-        self._trace_path = path
+        _replace(self._trace_file, gzip.compress(json.dumps(trace).encode(), compresslevel=6))
+        self._trace_path = self._trace_file
+
+    @property
+    def _trace_file(self) -> Path:
+        return self._folder / f"{self._stem}.trace.json.gz"
 
     # --- afterwards --------------------------------------------------------------------------
 
@@ -201,6 +204,8 @@ class Profiler(StageClock):
             self._guarded(self._torch.stop)
         if self._device_clock is not None:
             self._guarded(self._device_clock.settle)
+        if self._trace_path is None and self._trace_file.exists():  # an earlier run's, not this one's
+            self._guarded(lambda: self._trace_file.unlink())
         summary = self._summary(self._stats, interrupted)
         text = json.dumps(summary, indent=1) + "\n"
         self._guarded(lambda: _replace(self._folder / f"{self._stem}.json", text.encode()))
