@@ -205,7 +205,7 @@ class Profiler(StageClock):
         if self._device_clock is not None:
             self._guarded(self._device_clock.settle)
         if self._trace_path is None and self._trace_file.exists():  # an earlier run's, not this one's
-            self._guarded(lambda: self._trace_file.unlink())
+            self._guarded(self._trace_file.unlink)
         summary = self._summary(self._stats, interrupted)
         text = json.dumps(summary, indent=1) + "\n"
         self._guarded(lambda: _replace(self._folder / f"{self._stem}.json", text.encode()))
