@@ -67,7 +67,7 @@ def check_same(out: Path, whole: Path) -> None:
 
 
 def test_ten_kills_at_random_moments(tmp_path: Path) -> None:
-    manifest = make_manifest(tmp_path / "m.jsonl", num_steps=50)
+    manifest = make_manifest(tmp_path / "m.jsonl", num_steps=150)
     out, moments = tmp_path / "out", random.Random(SEED)
     made: dict[tuple[int, int], int] = {}
     num_killed = 0
