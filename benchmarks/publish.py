@@ -88,7 +88,7 @@ def _check_lines(records: Sequence[Record]) -> str:
         if workload == "exactness":
             lines.append(_exactness_line(precision, values))
         elif workload == "promise_cost":
-            lines.append(f"- What that costs: {values['full_pack']:.1%} of a full step.")
+            lines.append(f"- The exactness promise costs {values['full_pack']:.1%} of a full step.")
         elif workload == "plan_estimate":
             lines.append(
                 f"- `offdiff plan`, after a run of the mixed 16, of the uniform mix: "

@@ -8,7 +8,7 @@ is what its unit adds to the time of a run, and all terms together come to that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -69,10 +69,6 @@ class CostModel:
     image_s: float = 0.0
     pixel_s: float = 0.0
     prompt_s: float = 0.0
-
-    def step_seconds(self, num_tokens: float, sum_squares: float) -> float:
-        """Of one step over sequences of ``num_tokens`` tokens in all, ``sum_squares`` their squares' sum."""
-        return self.seconds(num_steps=1, num_tokens=num_tokens, sum_squares=sum_squares)
 
     def seconds(
         self,
@@ -196,14 +192,6 @@ def square_ratio(forward_flops: Callable[[int], float]) -> float:
     one, two = forward_flops(1), forward_flops(2)
     square = two / 2 - one
     return square / (one - square)
-
-
-def fit_cost_model(samples: Iterable[StepSample], square_ratio: float = 0.0) -> CostModel | None:
-    """Fits the model to all samples; see `CostMeter.fit`."""
-    meter = CostMeter()
-    for sample in samples:
-        meter.add(sample)
-    return meter.fit(square_ratio)
 
 
 def measured_cost(engine: Engine) -> MeasuredCost | None:

@@ -216,15 +216,15 @@ class Engine:
         self.stats.num_step_tokens += sum(state.num_tokens for state in running)
         self.stats.num_step_seqs += num_seqs
         self.stats.budget_tokens += self.scheduler.max_num_batched_tokens
-        self._num_good_steps += 1
-        if self.scheduler.max_num_batched_tokens < self._budget and self._num_good_steps >= GOOD_STEPS:
-            self._num_good_steps = 0
-            budget = min(self._budget, 2 * self.scheduler.max_num_batched_tokens)
-            self.scheduler.max_num_batched_tokens = budget
-            logger.info("memory has sufficed for %d steps: the budget is %d tokens again", GOOD_STEPS, budget)
         for state in running:
             state.metrics.steps_run += 1
             state.sum_batch_seqs += num_seqs
+        self._num_good_steps += 1
+        if self.scheduler.max_num_batched_tokens < self._budget and self._num_good_steps >= GOOD_STEPS:
+            self._num_good_steps = 0
+            self.scheduler.grow(self._budget)
+            budget = self.scheduler.max_num_batched_tokens
+            logger.info("memory has sufficed for %d steps: the budget is %d tokens again", GOOD_STEPS, budget)
 
     # --- faults ------------------------------------------------------------------------------
 

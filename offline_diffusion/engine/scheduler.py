@@ -213,6 +213,10 @@ class Scheduler:
         self.waiting.extendleft(evicted)
         return evicted
 
+    def grow(self, most: int) -> None:
+        """Doubles a lowered budget, to ``most`` at most."""
+        self.max_num_batched_tokens = min(most, 2 * self.max_num_batched_tokens)
+
     # --- step mode ---------------------------------------------------------------------------
 
     def _step(self, entries: Iterable[ScheduledRequest]) -> _Step:

@@ -20,12 +20,10 @@ class QuantFormat:
     """An 8-bit format for rows with a scale each.
 
     Args:
-        name: As ``--quantization`` spells it.
         dtype: Of the values.
         largest: Magnitude that a row's largest value is scaled to.
     """
 
-    name: str
     dtype: torch.dtype
     largest: float
 
@@ -35,8 +33,8 @@ class QuantFormat:
         return (x if self.dtype.is_floating_point else x.round()).to(self.dtype)
 
 
-FP8 = QuantFormat("fp8", torch.float8_e4m3fn, 448.0)
-INT8 = QuantFormat("int8", torch.int8, 127.0)
+FP8 = QuantFormat(torch.float8_e4m3fn, 448.0)
+INT8 = QuantFormat(torch.int8, 127.0)
 
 SMALLEST_MAX = 1e-12
 """A row whose largest magnitude is below this is quantized as if it were this: rows of zeros stay zeros."""
