@@ -13,6 +13,7 @@ import platform
 import tempfile
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -141,6 +142,8 @@ class Profiler(StageClock):
         engine.runner.stages = self
         steps = torch_schedule(wait=WARM_UP_STEPS - 2, warmup=2, active=TRACED_STEPS, repeat=1)
         profiler = TorchProfiler(activities=activities, schedule=steps, on_trace_ready=self._take_trace)
+        # torch 2.11 says so of every cycle; there is one.
+        warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle")
         if self._guarded(profiler.start):
             self._torch = profiler
 

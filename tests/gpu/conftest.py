@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -24,3 +27,20 @@ def gpu_model() -> Any:
     device = torch.device("cuda")
     pipeline = build_pipeline(device, num_layers=layers, num_text_layers=4)
     return model_from_pipeline(pipeline, checkpoint(layers), device)
+
+
+@pytest.fixture
+def no_sync() -> Callable[[], AbstractContextManager[None]]:
+    """``with no_sync():`` fails where the host would wait for the device."""
+    return _no_sync
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

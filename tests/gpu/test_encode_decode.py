@@ -31,14 +31,11 @@ def test_a_prompts_bits_do_not_depend_on_company(gpu_model: Any, seed: int) -> N
 
 
 @torch.inference_mode()
-def test_encoding_never_waits_for_the_device(gpu_model: Any) -> None:
+def test_encoding_never_waits_for_the_device(gpu_model: Any, no_sync: Any) -> None:
     prompts = [gpu_model.tokenize(text) for text in ("a red cup", "a lamp " * 50)]
     gpu_model.prepare_encode(prompts)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         gpu_model.prepare_encode(prompts)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @torch.inference_mode()

@@ -47,17 +47,14 @@ def test_pixels_do_not_depend_on_company(gpu_model: Any, composition: int) -> No
 
 
 @torch.inference_mode()
-def test_no_host_sync_between_compositions(gpu_model: Any) -> None:
+def test_no_host_sync_between_compositions(gpu_model: Any, no_sync: Any) -> None:
     rng = random.Random(3)
     runner = ModelRunner(gpu_model)
     packed = [prepare(runner, random_request(rng, str(index))) for index in range(3)]
     for _ in range(2):  # a small pack would be recorded now
         runner.denoise(packed)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         runner.denoise(packed)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @torch.inference_mode()
