@@ -90,6 +90,8 @@ class JobConfig(EngineConfig):
     retry_failed: bool = False
     allow_manifest_change: bool = False
     max_failures: str | None = Field(default=None, coerce_numbers_to_str=True)
+    checkpoint_interval: float = Field(default=60.0, ge=0, allow_inf_nan=False)
+    time_limit: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     profile: bool = False
 
     @pydantic.field_validator("manifests", mode="before")
@@ -120,6 +122,18 @@ class JobConfig(EngineConfig):
         if value.endswith("%") and float(value.removesuffix("%")) > 100:
             raise ValueError("a share must be at most 100%")
         return value
+
+    @pydantic.field_validator("time_limit", mode="before")
+    @classmethod
+    def _seconds_of_a_clock(cls, value: Any) -> Any:
+        """``[D-]HH:MM:SS`` as Slurm writes it, in seconds; anything else as it is."""
+        match = (
+            re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", value) if isinstance(value, str) else None
+        )
+        if match is None:
+            return value
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
     @pydantic.field_validator("task_index")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
 
 from offline_diffusion.config import JobConfig
@@ -16,6 +16,7 @@ from offline_diffusion.data.sink import Sink
 from offline_diffusion.errors import ManifestError
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.progress import Tally
+from offline_diffusion.step_saver import States, StepSaver
 
 if TYPE_CHECKING:
     from offline_diffusion.engine.engine import Engine
@@ -71,6 +72,7 @@ class Feed:
     """Opens shards and hands their images to the engine, each made when its turn comes.
 
     ``pending`` are those at the engine by request id; ``num_dropped`` those it gave back undrawn.
+    ``steps_before`` has for images that go on the steps of earlier runs, by request id.
     """
 
     config: JobConfig
@@ -79,23 +81,26 @@ class Feed:
     index: ManifestIndex
     capabilities: Capabilities
     sink: Sink
+    saver: StepSaver
     shards: list[Shard]
     open: bool = True
     pending: dict[str, tuple[int, ImageTask]] = field(default_factory=dict)
     num_dropped: int = 0
+    steps_before: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ranges = [range(shard.start, shard.stop) for shard in self.shards]
         self._rows = self.manifest.read(ranges, duplicates=self.index.duplicates)
         self._unopened = iter(self.shards)
         self._images: Iterator[tuple[Shard, ImageTask]] = iter(())
+        self._begun: States = {}  # of the shard opened last, until they are at the engine
 
     def add_to(self, engine: Engine) -> None:
         """Hands the engine the next image, or opens the next shard; closes when there is none."""
         if (item := next(self._images, None)) is not None:
             shard, image = item
             self.pending[image.request.request_id] = (shard.index, image)
-            engine.add_request(image.request)
+            engine.add_request(image.request, self._begun.pop((image.row, image.image_index), None))
         elif (unopened := next(self._unopened, None)) is not None:
             self._images = zip(repeat(unopened), self._open_shard(unopened), strict=False)
             self.tally.check_failures(self.config.max_failures)
@@ -104,10 +109,11 @@ class Feed:
             engine.close_source()
 
     def work(self, image: ImageTask) -> float:
-        """FLOPs of an image's denoising, its text tokens left out."""
+        """FLOPs of what an image's denoising takes in this run, its text tokens left out."""
         request, capabilities = image.request, self.capabilities
         tokens = capabilities.num_image_tokens(request.height, request.width)
-        return capabilities.forward_flops(tokens) * request.num_inference_steps * (1 + request.cfg_active)
+        num_steps = request.num_inference_steps - self.steps_before.get(request.request_id, 0)
+        return capabilities.forward_flops(tokens) * num_steps * (1 + request.cfg_active)
 
     def _read_rows(self, shard: Shard) -> list[ManifestRow | RowFault]:
         rows = list(islice(self._rows, shard.num_rows))
@@ -135,12 +141,27 @@ class Feed:
         self.tally.num_rows_opened += shard.num_rows
         for images in asked:
             self._count(images, finished.num_in_row(images.row))
-        return (
+        self._begun = self.saver.open_shard(shard, rows, asked, finished)
+        begun = frozenset(self._begun)
+        first = [
+            images[index] for images in asked for index in range(len(images)) if (images.row, index) in begun
+        ]
+        self._count_begun(first)
+        others = (
             images[index]
             for images in asked
             for index in range(len(images))
-            if (images.row, index) not in finished
+            if (images.row, index) not in finished and (images.row, index) not in begun
         )
+        return chain(first, others)
+
+    def _count_begun(self, images: Sequence[ImageTask]) -> None:
+        """Work that earlier runs did is none of this run's."""
+        for image in images:
+            whole = self.work(image)
+            state = self._begun[image.row, image.image_index]
+            self.steps_before[image.request.request_id] = state.step_index
+            self.tally.work_opened -= whole - self.work(image)
 
     def _count(self, images: RowImages, num_finished: int) -> None:
         tally, request, num_left = self.tally, images[0].request, len(images) - num_finished

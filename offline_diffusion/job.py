@@ -23,7 +23,7 @@ from offline_diffusion.data.scan import ManifestIndex, scan
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.engine.cost import MeasuredCost, measured_cost
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
-from offline_diffusion.errors import JobInterrupted
+from offline_diffusion.errors import JobInterrupted, OffdiffError
 from offline_diffusion.feed import Feed, row_defaults, with_other_faults
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 from offline_diffusion.progress import (
@@ -34,19 +34,18 @@ from offline_diffusion.progress import (
     StopFlag,
     Tally,
     check_faults,
+    plural,
 )
 from offline_diffusion.request import RequestOutput
 from offline_diffusion.stages import NO_STAGES, Stages
+from offline_diffusion.step_saver import StepSaver, latents_shape
+from offline_diffusion.time_limit import REASON, TimeLimit
 
 if TYPE_CHECKING:
     from offline_diffusion.engine.engine import Engine
     from offline_diffusion.engine.profile import Profiler
 
 __all__ = ["JobSummary", "Progress", "StopFlag", "row_defaults", "run_task"]
-
-DRAIN_S = 20.0
-"""After a first signal, running images may still finish for this long: less than the 30 s that
-Slurm and Kubernetes commonly leave between SIGTERM and SIGKILL."""
 
 PROGRESS_INTERVAL_S = 0.25
 SCAN_REPORT_ROWS = 5_000
@@ -99,7 +98,8 @@ def run_task(
         OffdiffError: The job cannot start or go on; what is finished is durable.
     """
     task = _Task(config, observer or _ignore, stop or StopFlag(), say or _ignore, make_engine or _load_engine)
-    return _run_profiled(task) if config.profile else task.run()
+    with task.time_limit.stopping(task.stop):
+        return _run_profiled(task) if config.profile else task.run()
 
 
 def _run_profiled(task: _Task) -> JobSummary:
@@ -159,6 +159,9 @@ class _Task:
     profiler: Profiler | None = None
     cost: MeasuredCost | None = None
     _last_report: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.time_limit = TimeLimit(self.config.time_limit)
 
     @property
     def stages(self) -> Stages:
@@ -277,6 +280,14 @@ class _Task:
             num_threads=NUM_ENCODE_THREADS,
             stages=self.stages,
         )
+        saver = StepSaver(
+            ledger,
+            sink,
+            latents_shape=latents_shape(engine),
+            interval_s=self.config.checkpoint_interval,
+            stop=self.stop,
+            say=self.say,
+        )
         self.tally = Tally(num_rows=sum(shard.num_rows for shard in todo))
         feed = Feed(
             config=self.config,
@@ -285,6 +296,7 @@ class _Task:
             index=index,
             capabilities=engine.model.capabilities,
             sink=sink,
+            saver=saver,
             shards=todo,
         )
         finished = False
@@ -292,44 +304,59 @@ class _Task:
             finished = self._loop(engine, feed, sink)
             self._report("finishing", engine)
             self.cost = measured_cost(engine)
+        except (OffdiffError, OSError):  # of the manifest or the disk: the engine itself is sound
+            saver.save_now(engine, feed.pending)
+            raise
         finally:
-            sink.close(abandon=not finished)
+            try:
+                sink.close(abandon=not finished)
+            finally:
+                saver.close()
         return finished
 
     def _loop(self, engine: Engine, feed: Feed, sink: Sink) -> bool:
-        """Steps until the shards are done, True, or the stop flag has had its way, False."""
-        give_up_at: float | None = None
-        while True:
-            if self.stop.requests and give_up_at is None:
-                give_up_at = time.monotonic() + DRAIN_S
-                self._stop_admission(engine)
-            for _ in range(LOOK_AHEAD - engine.num_waiting):
-                if feed.open and not self.stop.requests:
-                    with self.stages.stage("read"):
-                        feed.add_to(engine)
+        """Steps until the shards are done, True, or the stop flag or the time left ends it early, False."""
+        while engine.has_unfinished or (feed.open and not feed.num_dropped):
+            if self.stop.requests:
+                self._stop(engine, feed, sink)
+                break
+            self._admit(engine, feed)
             for output in engine.step():
                 self._take(output, feed, sink)
+            feed.saver.tick(engine, feed.pending)
             if self.profiler is not None:
                 self.profiler.next_step()
             self._report("running", engine)
-            if give_up_at is not None and (self.stop.requests > 1 or time.monotonic() > give_up_at):
-                return False
-            if not engine.has_unfinished and (self.stop.requests or not feed.open):
-                return not feed.open and not feed.pending and not feed.num_dropped
+        return not feed.open and not feed.pending and not feed.num_dropped
 
-    def _stop_admission(self, engine: Engine) -> None:
-        self.say(
-            f"{self.stop.why}: finishing {engine.num_running} running images, at most {DRAIN_S:.0f} s; "
-            "once more to stop now"
-        )
+    def _admit(self, engine: Engine, feed: Feed) -> None:
+        """Fills the engine's queue, but for what cannot be finished in the time left."""
+        for _ in range(LOOK_AHEAD - engine.num_waiting):
+            if feed.open and not feed.num_dropped:
+                with self.stages.stage("read"):
+                    feed.add_to(engine)
         for entry in list(engine.scheduler.waiting):
-            engine.abort(entry.request_id)
+            if self.time_limit.is_too_late_for(entry.num_steps):
+                if not feed.num_dropped:
+                    self.say(f"{REASON}: too little time is left to begin more images")
+                feed.num_dropped += 1
+                engine.abort(entry.request_id)
+
+    def _stop(self, engine: Engine, feed: Feed, sink: Sink) -> None:
+        """Keeps what is done: images past their last step, and of the others how far they have come."""
+        count = plural(engine.num_running, "unfinished image")
+        self.say(f"{self.stop.why}: saving {count} at their step; once more to stop without")
+        if self.stop.requests < 2:
+            for output in engine.finish_decoding():
+                self._take(output, feed, sink)
+            feed.saver.save_now(engine, feed.pending)
 
     def _take(self, output: RequestOutput, feed: Feed, sink: Sink) -> None:
         shard_index, image = feed.pending.pop(output.request_id)
         if output.status == "aborted":
-            feed.num_dropped += 1
             return
+        if output.status == "ok":
+            self.time_limit.learn(output.metrics)
         sink.submit(shard_index, image, output)
         self.tally.num_ok += output.status == "ok"
         self.tally.num_failed += output.status == "failed"

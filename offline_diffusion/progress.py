@@ -17,7 +17,7 @@ Phase = Literal["scanning", "loading", "running", "finishing"]
 
 @dataclass
 class StopFlag:
-    """Set by signal handlers, read between steps. ``requests`` 0: go on, 1: drain, 2: stop now."""
+    """Set by signal handlers, read between steps. ``requests`` 0: go on, 1: save and stop, 2: stop now."""
 
     requests: int = 0
     why: str = ""

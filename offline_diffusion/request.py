@@ -129,6 +129,21 @@ class RequestMetrics:
     peak_memory_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepState:
+    """How far an unfinished request has come: with it the request can go on in another process.
+
+    Args:
+        step_index: Steps done, at least 1 and fewer than the request asks for.
+        latents: float32 ``[S, C]`` after those steps, in host memory.
+        metrics: So far; ``mean_batch_seqs`` is of those steps.
+    """
+
+    step_index: int
+    latents: np.ndarray
+    metrics: RequestMetrics
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """A finished request.

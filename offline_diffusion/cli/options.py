@@ -41,8 +41,10 @@ _CLICK_TYPES: dict[Any, click.ParamType[Any]] = {
 }
 
 
-def job_option(flag: str, help: str, *, metavar: str | None = None) -> Decorator:
+def job_option(flag: str, help: str, *, metavar: str | None = None, as_text: bool = False) -> Decorator:
     """One option of ``JobConfig`` as a flag: its type, choices and default come from the field.
+
+    With ``as_text`` the field reads the value from text itself.
 
     The value is None when the flag is not given, so that a job file can speak.
     """
@@ -56,7 +58,7 @@ def job_option(flag: str, help: str, *, metavar: str | None = None) -> Decorator
     if default is not None and not JobConfig.model_fields[name].is_required():
         help = f"{help}  [default: {default}]"
     choices = get_args(kind) if get_origin(kind) is Literal else ()
-    click_type = click.Choice(choices) if choices else _CLICK_TYPES[kind]
+    click_type = click.Choice(choices) if choices else _CLICK_TYPES[str if as_text else kind]
     return click.option(flag, name, type=click_type, default=None, metavar=metavar, help=help)
 
 
@@ -244,6 +246,18 @@ def build_config(given: dict[str, Any], *, environ: Mapping[str, str] = os.envir
 def build_model(given: dict[str, Any]) -> tuple[str, str | None]:
     """The model and its revision, for commands that need no more of a job."""
     return given["model"] or DEFAULT_MODEL, given["revision"]
+
+
+def slurm_time_left(environ: Mapping[str, str], *, now: float) -> float | None:
+    """Seconds until Slurm ends this job, as it said when it started it; None where it did not say.
+
+    Args:
+        environ: Holds Slurm's variables.
+        now: Seconds since the epoch.
+    """
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    # An end that has passed is not true any more: the job's time was extended.
+    return float(end) - now if end.isdecimal() and float(end) > now else None
 
 
 def slurm_task(environ: Mapping[str, str], num_tasks: int | None) -> dict[str, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from offline_diffusion.cli.options import (
     row_options,
     schedule_options,
     shard_options,
+    slurm_time_left,
     together,
 )
 from offline_diffusion.cli.profile import profile_text
@@ -67,6 +70,21 @@ failure_options = together(
 )
 
 
+stop_options = together(
+    job_option(
+        "--checkpoint-interval",
+        "How often unfinished images are saved at their step; 0 is only when the job stops.",
+        metavar="SECONDS",
+    ),
+    job_option(
+        "--time-limit",
+        "The process is ended after this long: save and stop before. A Slurm job's own limit counts too.",
+        metavar="SECONDS|HH:MM:SS",
+        as_text=True,
+    ),
+)
+
+
 @click.command("run")
 @manifest_options
 @job_option("--out", "Output folder; the same one resumes.", metavar="DIR")
@@ -78,6 +96,7 @@ failure_options = together(
 @job_option("--image-level", LEVEL_HELP, metavar="N")
 @task_options
 @failure_options
+@stop_options
 @profile_option
 @click.option("--json", "as_json", is_flag=True, help="Print the final summary as JSON on standard output.")
 @click.pass_context
@@ -85,8 +104,8 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
     """Draw every image of a manifest into a dataset; the same command again resumes.
 
     A faulty row never stops the job: it is set aside with its reason, and the exit code is 3.
-    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 finish the images that are being drawn and exit with 75;
-    a second signal stops at once.
+    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 save the images that are being drawn at their step and exit
+    with 75, as does a time limit; a second signal stops without saving.
 
     \b
     Example:
@@ -94,7 +113,7 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
       offdiff run --job jobs/promptset.yaml --limit 100 --out out/first-100
     """
     values, spelling = gather_values(given)
-    config = make_job_config(values, spelling=spelling)
+    config = _with_slurm_end(make_job_config(values, spelling=spelling))
     if spelling["task_index"] == SLURM_ARRAY:
         index, count = config.task_index, config.num_tasks
         click.echo(f"task {index + 1} of {count} (--task-index {index}, from {SLURM_ARRAY})", err=True)
@@ -103,6 +122,14 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(summary), default=str))
     ctx.exit(_exit_code(summary))
+
+
+def _with_slurm_end(config: JobConfig) -> JobConfig:
+    """With the time limit of a Slurm job where that comes first."""
+    left = slurm_time_left(os.environ, now=time.time())
+    if left is None or (config.time_limit is not None and config.time_limit <= left):
+        return config
+    return config.model_copy(update={"time_limit": left})
 
 
 def _run(config: JobConfig, run_task: RunTask | None, stop: StopFlag) -> JobSummary:

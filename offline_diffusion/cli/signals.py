@@ -23,8 +23,8 @@ _PATIENCE = 2
 def stop_on_signals(stop: StopFlag) -> Iterator[None]:
     """Inside, every stop signal is a request to ``stop`` and SIGCONT is ignored.
 
-    The first request drains, the second stops at once. A third SIGINT raises KeyboardInterrupt, for
-    the person in front of a job that hangs.
+    The first request saves unfinished images at their step, the second stops without. A third SIGINT
+    raises KeyboardInterrupt, for the person in front of a job that hangs.
     """
     num_interrupts = 0
 

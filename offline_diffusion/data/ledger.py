@@ -24,6 +24,7 @@ from offline_diffusion.data.layout import (
     SCRATCH,
     SHARDS,
     STATE,
+    STEPS,
     Shard,
     Shards,
     make_shards,
@@ -32,6 +33,7 @@ from offline_diffusion.data.layout import (
 from offline_diffusion.data.manifest_change import change_manifest, finish_change, superseded_folders
 from offline_diffusion.data.marker import Marker, marker_from_tables, read_marker
 from offline_diffusion.data.partial import partial_paths
+from offline_diffusion.data.step_checkpoint import step_paths
 from offline_diffusion.errors import JobError
 
 __all__ = ["JobIdentity", "Ledger", "Marker", "Shard", "Shards", "make_shards"]
@@ -173,6 +175,8 @@ class Ledger:
             for shard in shards:
                 if shard.index in published:
                     for path in partial_paths(self.partials, shard.stem):
+                        path.unlink(missing_ok=True)
+                    for path in step_paths(self.out / STEPS, shard.stem):
                         path.unlink(missing_ok=True)
                 for path in self.scratch.glob(f"{shard.stem}.*"):
                     path.unlink(missing_ok=True)

@@ -162,6 +162,12 @@ class Sink:
         self._admit(num_bytes)
         self._encoders.submit(self._encode, writer, image, output, num_bytes)
 
+    def finished(self, shard_index: int) -> ImageKeys | None:
+        """Images of a shard that a kill cannot lose any more, as of now; None when it is not open here."""
+        with self._room:
+            writer = self._open.get(shard_index)
+        return None if writer is None else writer.finished
+
     def drain(self) -> None:
         """Waits until everything handed in is written and survives a power loss.
 

@@ -14,11 +14,12 @@ from offline_diffusion.engine.cost import CostMeter
 from offline_diffusion.engine.faults import row_fault
 from offline_diffusion.engine.memory import check_memory, fit_token_budget, is_out_of_memory, measure_limits
 from offline_diffusion.engine.model_runner import DecodedImage, ModelRunner
-from offline_diffusion.engine.request_state import RequestState
+from offline_diffusion.engine.request_state import RequestState, check_resume
 from offline_diffusion.engine.scheduler import LOOK_AHEAD, Scheduler
+from offline_diffusion.engine.snapshot import Snapshot
 from offline_diffusion.engine.stats import EngineStats, StepTimer
 from offline_diffusion.models.base import DiffusionModel
-from offline_diffusion.request import FinishReason, Request, RequestMetrics, RequestOutput
+from offline_diffusion.request import FinishReason, Request, RequestMetrics, RequestOutput, StepState
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +79,20 @@ class Engine:
 
     # --- requests in -------------------------------------------------------------------------
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, resume: StepState | None = None) -> None:
         """Queues a request. A request the model cannot take comes back as a failed output.
 
+        Args:
+            request: What is asked.
+            resume: Where an earlier engine's `snapshot` left it: it goes on there, to the same pixels.
+
         Raises:
-            ValueError: Another request with this id is at hand.
+            ValueError: Another request with this id is at hand, or ``resume`` is not of such a request.
         """
         if request.request_id in self._states:
             raise ValueError(f"request id {request.request_id!r} is already at hand")
+        if resume is not None:
+            check_resume(request, resume, self.model)
         if (fault := self.model.capabilities.check_request(request)) is not None:
             self._refuse(request, "invalid_request", fault)
             return
@@ -93,7 +100,7 @@ class Engine:
             self._refuse(request, "out_of_memory", fault)
             return
         try:
-            state = RequestState.of(request, self.model, self.limits, self._clock())
+            state = RequestState.of(request, self.model, self.limits, self._clock(), resume)
             entry = state.scheduled(self.model)
         except Exception as error:
             self._refuse(request, *row_fault(error))
@@ -142,6 +149,17 @@ class Engine:
         self._timer.settle_all()
         return self._timer.costs
 
+    @torch.inference_mode()
+    def snapshot(self) -> Snapshot:
+        """How far every unfinished request has come; between steps, without waiting for the device.
+
+        Raises:
+            Exception: Memory ran out, see `memory.is_out_of_memory`; nothing else has changed.
+        """
+        self._timer.settle_finished()
+        now = self._clock()
+        return self._with_memory_back(lambda: Snapshot.of(self._states.values(), self.runner, now))
+
     # --- one iteration -----------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -161,6 +179,15 @@ class Engine:
         self._collect(wait=not self.scheduler.running and not self.scheduler.waiting)
         if not self._states:
             self._timer.pause()
+        return self._take_done()
+
+    def finish_decoding(self) -> list[RequestOutput]:
+        """The outputs of requests past their last step; waits for their decode and runs no step."""
+        while self.runner.num_decoding:
+            self._collect(wait=True)
+        return self._take_done()
+
+    def _take_done(self) -> list[RequestOutput]:
         outputs, self._done = self._done, []
         return outputs
 
@@ -171,7 +198,7 @@ class Engine:
             return None
         if state.started is None:
             state.started = self._clock()
-            state.metrics.queue_s = state.started - state.arrival
+            state.metrics.queue_s += state.started - state.arrival
         return state
 
     def _prepare(self, state: RequestState) -> bool:
@@ -179,12 +206,13 @@ class Engine:
             return True
         try:
             state.prepared = self._with_memory_back(
-                lambda: self.runner.prepare(state.request, state.prompt, state.negative)
+                lambda: self.runner.prepare(state.request, state.prompt, state.negative, state.resume)
             )
         except Exception as error:
             self._fail(state, *row_fault(error))
             return False
-        state.metrics.encode_s = state.prepared.encode_s
+        state.resume = None
+        state.metrics.encode_s += state.prepared.encode_s
         self._timer.lap()
         return True
 
@@ -295,7 +323,7 @@ class Engine:
         prepared = state.prepared
         assert prepared is not None
         assert state.started is not None
-        state.metrics.denoise_s = self._clock() - state.started
+        state.metrics.denoise_s += self._clock() - state.started
         self.runner.drop_batch()
         try:
             self._with_memory_back(lambda: self.runner.decode(prepared))
@@ -329,8 +357,8 @@ class Engine:
         error: str | None = None,
     ) -> RequestOutput:
         metrics = state.metrics
-        metrics.total_s = self._clock() - state.arrival
-        metrics.peak_memory_bytes = self.runner.peak_memory_bytes()
+        metrics.total_s += self._clock() - state.arrival
+        metrics.peak_memory_bytes = max(metrics.peak_memory_bytes, self.runner.peak_memory_bytes())
         if metrics.steps_run:
             metrics.mean_batch_seqs = state.sum_batch_seqs / metrics.steps_run
         self.stats.num_finished += status == "ok"

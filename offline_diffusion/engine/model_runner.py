@@ -20,7 +20,7 @@ from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
 from offline_diffusion.engine.prompt_cache import PromptCache
 from offline_diffusion.engine.stats import WorkCounts
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
-from offline_diffusion.request import Request
+from offline_diffusion.request import Request, StepState
 from offline_diffusion.stages import NO_STAGES, Stages, in_stage
 from offline_diffusion.upload import upload
 
@@ -65,6 +65,29 @@ class DecodedImage:
         return self.pixels.numpy() if self.done is None else self.pixels.numpy().copy()
 
 
+@dataclass(slots=True)
+class LatentsCopy:
+    """Latents of several requests on their way to the host, one after the other.
+
+    Args:
+        host: float32 ``[T, C]``, host memory; valid once ``done`` has happened.
+        lengths: Tokens of each request.
+        done: Recorded after the copy; None where work is synchronous.
+    """
+
+    host: Tensor
+    lengths: list[int]
+    done: torch.cuda.Event | None
+
+    def to_numpy(self) -> list[np.ndarray]:
+        """Of each request ``[S, C]``; waits for the copy. Each in memory of its own: pinned is scarce, and
+        one that is kept must not keep the others."""
+        if self.done is not None:
+            self.done.synchronize()
+        parts: tuple[Tensor, ...] = self.host.split(self.lengths)
+        return [part.numpy().copy() for part in parts]
+
+
 class ModelRunner:
     """Holds the model, the current pack and the images being decoded.
 
@@ -89,22 +112,30 @@ class ModelRunner:
 
     @in_stage("prompt_encode")
     def prepare(
-        self, request: Request, prompt: TokenizedPrompt, negative: TokenizedPrompt | None
+        self,
+        request: Request,
+        prompt: TokenizedPrompt,
+        negative: TokenizedPrompt | None,
+        resume: StepState | None = None,
     ) -> PreparedRequest:
-        """Encodes the prompts (each distinct one once), draws the noise, lays out the schedule."""
+        """Encodes the prompts (each distinct one once), draws the noise, lays out the schedule.
+
+        With ``resume`` there are latents already and some steps are done.
+        """
         prompts = [prompt] if negative is None else [prompt, negative]
         (prompt_embeds, *negative_embeds), encode_s = self.prompts.get(prompts)
         self.counts.num_prompts = self.prompts.num_encoded
         start = self._clock()
         sigmas, timesteps = self.model.prepare_timesteps(request)
-        latents = upload(self.model.prepare_latents(request), self.model.device).float()
+        latents = self.model.prepare_latents(request) if resume is None else torch.tensor(resume.latents)
         return PreparedRequest(
             request=request,
             prompt_embeds=prompt_embeds,
             negative_embeds=negative_embeds[0] if negative_embeds else None,
             sigmas=sigmas,
             timesteps=timesteps,
-            latents=latents,
+            latents=upload(latents, self.model.device).float(),
+            step_index=0 if resume is None else resume.step_index,
             encode_s=encode_s + self._clock() - start,
         )
 
@@ -152,6 +183,24 @@ class ModelRunner:
         if self._batch is not None:
             self._batch.release()
         self._batch = None
+
+    def copy_latents(self, requests: Sequence[PreparedRequest]) -> LatentsCopy:
+        """Begins to copy their latents as they are now to the host; the pack may go on at once."""
+        if self._batch is not None:
+            self._batch.release()  # views: the pack stays as it is
+        latents = torch.cat([request.latents for request in requests])  # the next step changes the pack's
+        lengths = [request.num_image_tokens for request in requests]
+        stream = self._side_stream
+        if stream is None:
+            return LatentsCopy(latents, lengths, None)
+        stream.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(stream):
+            host = torch.empty(latents.shape, dtype=latents.dtype, pin_memory=True)
+            host.copy_(latents, non_blocking=True)
+            latents.record_stream(stream)
+            done = torch.cuda.Event()
+            done.record()
+        return LatentsCopy(host, lengths, done)
 
     # --- decode ------------------------------------------------------------------------------
 

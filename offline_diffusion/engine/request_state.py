@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offline_diffusion.engine.memory import DeviceLimits
 from offline_diffusion.engine.packed_batch import PreparedRequest
 from offline_diffusion.engine.scheduler import ScheduledRequest
 from offline_diffusion.engine.stats import StepShare
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
-from offline_diffusion.request import Request, RequestMetrics
+from offline_diffusion.request import Request, RequestMetrics, StepState
+
+
+def check_resume(request: Request, resume: StepState, model: DiffusionModel) -> None:
+    """Raises ``ValueError`` when no engine can have left ``request`` so."""
+    num_tokens = model.capabilities.num_image_tokens(request.height, request.width)
+    shape = num_tokens, model.num_latent_channels
+    if not 0 < resume.step_index < request.num_inference_steps or resume.latents.shape != shape:
+        raise ValueError(
+            f"request {request.request_id!r} has {request.num_inference_steps} steps and latents {shape}, "
+            f"not step {resume.step_index} and latents {resume.latents.shape}"
+        )
 
 
 @dataclass(slots=True)
@@ -26,6 +37,7 @@ class RequestState:
         prepared: Set when its prompts are encoded.
         sum_batch_seqs: Sequences of all its steps.
         decode_tokens: Tokens that take the memory of its decode.
+        resume: Where it goes on; None for a new one, and from when it is prepared.
     """
 
     request: Request
@@ -38,18 +50,28 @@ class RequestState:
     prepared: PreparedRequest | None = None
     sum_batch_seqs: int = 0
     decode_tokens: int = 0
+    resume: StepState | None = None
 
     @classmethod
     def of(
-        cls, request: Request, model: DiffusionModel, limits: DeviceLimits | None, now: float
+        cls,
+        request: Request,
+        model: DiffusionModel,
+        limits: DeviceLimits | None,
+        now: float,
+        resume: StepState | None = None,
     ) -> RequestState:
-        """Tokenizes the prompts, which decide how much of the token budget the request takes."""
+        """Tokenizes the prompts, which decide how much of the token budget the request takes.
+
+        Times and counts of ``resume`` go on.
+        """
         prompt = model.tokenize(request.prompt)
         negative = model.tokenize(request.negative_prompt or "") if request.cfg_active else None
         branches = [prompt] if negative is None else [prompt, negative]
         num_image_tokens = model.capabilities.num_image_tokens(request.height, request.width)
         lengths = [num_image_tokens + branch.num_tokens for branch in branches]
-        metrics = RequestMetrics(
+        metrics = replace(
+            RequestMetrics() if resume is None else resume.metrics,
             cfg_active=negative is not None,
             num_tokens=sum(lengths),
             prompt_tokens=prompt.num_tokens,
@@ -57,7 +79,17 @@ class RequestState:
         )
         share = StepShare(metrics, sum(lengths), sum(length**2 for length in lengths))
         decode_tokens = 0 if limits is None else limits.decode_tokens(request.height * request.width)
-        return cls(request, prompt, negative, now, metrics, share, decode_tokens=decode_tokens)
+        return cls(
+            request,
+            prompt,
+            negative,
+            now,
+            metrics,
+            share,
+            sum_batch_seqs=round(metrics.mean_batch_seqs * metrics.steps_run),
+            decode_tokens=decode_tokens,
+            resume=resume,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -69,16 +101,36 @@ class RequestState:
         """Of each sequence its text."""
         return [self.prompt] if self.negative is None else [self.prompt, self.negative]
 
+    @property
+    def step_index(self) -> int:
+        """Steps done, earlier runs included."""
+        if self.prepared is not None:
+            return self.prepared.step_index
+        return 0 if self.resume is None else self.resume.step_index
+
+    def metrics_so_far(self, now: float) -> RequestMetrics:
+        """As they would be if it ended ``now``, seconds on the engine's clock."""
+        metrics = replace(self.metrics)
+        metrics.total_s += now - self.arrival
+        if self.started is None:
+            metrics.queue_s += now - self.arrival
+        else:
+            metrics.denoise_s += now - self.started
+        if metrics.steps_run:
+            metrics.mean_batch_seqs = self.sum_batch_seqs / metrics.steps_run
+        return metrics
+
     def scheduled(self, model: DiffusionModel) -> ScheduledRequest:
-        """As the scheduler sees it."""
+        """As the scheduler sees it, before its first step here."""
         request = self.request
+        num_steps = request.num_inference_steps - self.step_index
         return ScheduledRequest(
             request_id=request.request_id,
             num_tokens=self.num_tokens,
-            num_steps=request.num_inference_steps,
+            num_steps=num_steps,
             num_text_tokens=sum(branch.num_tokens for branch in self.branches),
             decode_tokens=self.decode_tokens,
             batch_key=model.batch_key(request),
-            wave_key=(request.height, request.width, request.num_inference_steps, request.cfg_active),
+            wave_key=(request.height, request.width, num_steps, request.cfg_active),
             arrival=self.arrival,
         )
