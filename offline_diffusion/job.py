@@ -345,7 +345,7 @@ class _Task:
     def _stop(self, engine: Engine, feed: Feed, sink: Sink) -> None:
         """Keeps what is done: images past their last step, and of the others how far they have come."""
         count = plural(engine.num_running, "unfinished image")
-        self.say(f"{self.stop.why}: saving {count} at their step; once more to stop without")
+        self.say(f"{self.stop.why}: saving {count} at their step; once more to stop without saving")
         if self.stop.requests < 2:
             for output in engine.finish_decoding():
                 self._take(output, feed, sink)

@@ -48,7 +48,7 @@ class TimeLimit:
         if self._end == math.inf:
             yield
             return
-        timer = threading.Timer(max(0.0, self.seconds_left), self._ask, (stop,))
+        timer = threading.Timer(min(max(0.0, self.seconds_left), threading.TIMEOUT_MAX), self._ask, (stop,))
         timer.daemon = True
         timer.start()
         try:

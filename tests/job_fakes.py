@@ -54,12 +54,12 @@ def loaded_model() -> Any:
 
 
 class CountingEngine(Engine):
-    """Counts what it finishes, and the steps of images that it drops."""
+    """Counts what it finishes, and the steps of all its images (``num_image_steps``)."""
 
     def __init__(self, model: Any, config: EngineConfig) -> None:
         super().__init__(model, config)
         self.finished: Counter[str] = Counter()
-        self.num_wasted_steps = 0
+        self.num_image_steps = 0
         self.num_steps = 0
         self.on_step: Callable[[CountingEngine], None] = lambda engine: None
 
@@ -68,11 +68,13 @@ class CountingEngine(Engine):
         self.on_step(self)
         outputs = super().step()
         for output in outputs:
-            if output.status == "aborted":
-                self.num_wasted_steps += output.metrics.steps_run
-            else:
+            if output.status != "aborted":
                 self.finished[output.request.prompt] += 1
         return outputs
+
+    def _count_step(self, running: Any, num_seqs: int) -> None:
+        super()._count_step(running, num_seqs)
+        self.num_image_steps += len(running)
 
 
 class FailingModel:

@@ -39,6 +39,27 @@ def test_defaults() -> None:
     assert config.out == Path("out")
 
 
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(90, 90), ("90", 90), ("1.5", 1.5), ("00:01:30", 90), ("36:00:00", 129_600), ("1-12:00:00", 129_600)],
+)
+def test_a_time_limit_is_seconds_or_a_clock(given: Any, seconds: float) -> None:
+    assert job(time_limit=given).time_limit == seconds
+
+
+@pytest.mark.parametrize("given", ["0", "-5", "00:00:00", "1:60:00", "12:30", "nan", "inf", "soon", True])
+def test_other_time_limits_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="time_limit"):
+        job(time_limit=given)
+
+
+def test_a_checkpoint_interval_of_0_is_allowed_and_below_not() -> None:
+    assert (job().checkpoint_interval, job(checkpoint_interval=0).checkpoint_interval) == (60, 0)
+    for value in (-1, "nan", "inf"):
+        with pytest.raises(ConfigError, match="checkpoint_interval"):
+            job(checkpoint_interval=value)
+
+
 def test_one_manifest_may_be_a_string() -> None:
     assert make_job_config({"manifests": "a.jsonl", "out": "o"}).manifests == ("a.jsonl",)
 

@@ -59,13 +59,17 @@ def scratch_path(scratch: Path, name: str) -> Path:
 
 
 def write_scratch(scratch: Path, name: str, content: bytes, *, durable: bool = True) -> Path:
-    """Writes ``content`` to a fresh scratch file and returns its path."""
+    """Writes ``content`` to a fresh scratch file and returns its path; a full disk gets its space back."""
     path = scratch_path(scratch, name)
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
+    try:
+        with open(path, "xb") as file:
+            file.write(content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     return path
 
 

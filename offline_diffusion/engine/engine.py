@@ -182,7 +182,8 @@ class Engine:
         return self._take_done()
 
     def finish_decoding(self) -> list[RequestOutput]:
-        """The outputs of requests past their last step; waits for their decode and runs no step."""
+        """The outputs of requests past their last step; waits for the device and begins no step."""
+        self._timer.settle_all()
         while self.runner.num_decoding:
             self._collect(wait=True)
         return self._take_done()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,41 @@ def test_a_task_of_a_slurm_array_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "task 2 of 2 (--task-index 1, from Slurm's array)" in result.stderr
     result = invoke(lambda config, **_: summary(), "--num-tasks", "3", "--task-index", "1")
     assert "Slurm" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "end", "low", "high"),
+    [
+        ((), None, None, None),
+        ((), "+500", 480, 500),
+        (("--time-limit", "00:02:00"), "+500", 120, 120),
+        (("--time-limit", "3600"), "+500", 480, 500),
+        (("--time-limit", "3600"), "-5", 3600, 3600),  # it was extended, and nobody said by how much
+        ((), "0", None, None),
+        ((), "soon", None, None),
+    ],
+)
+def test_the_earlier_of_slurms_end_and_the_time_limit_counts(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], end: str | None, low: Any, high: Any
+) -> None:
+    if end is not None:
+        value = str(round(time.time() + float(end))) if end[0] in "+-" else end
+        monkeypatch.setenv("SLURM_JOB_END_TIME", value)
+    seen = []
+
+    def run_task(config: Any, **_: Any) -> Any:
+        seen.append(config.time_limit)
+        return summary()
+
+    assert invoke(run_task, *flags).exit_code == 0
+    (limit,) = seen
+    assert limit is None if low is None else low - 1 <= limit <= high + 1
+
+
+def test_a_time_limit_that_is_none_is_refused() -> None:
+    result = invoke(lambda config, **_: pytest.fail("the job started"), "--time-limit", "12:30")
+    assert result.exit_code == 2
+    assert "--time-limit" in result.output
 
 
 def test_usage_mistakes_exit_with_2_before_the_job_starts() -> None:

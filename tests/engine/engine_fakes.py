@@ -115,6 +115,33 @@ class FakeModel:
         return to_pixels(latents, height, width).float() / 255
 
 
+class ManualClock:
+    """Moves on by one millisecond a look, or by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+class FakeRecorder:
+    """Replays by running the work again; counts."""
+
+    def __init__(self) -> None:
+        self.num_recorded = self.num_replayed = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.num_recorded += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            work()
+
+        return replay
+
+
 def to_pixels(latents: Tensor, height: int, width: int) -> Tensor:
     """Every token a square of one colour."""
     colours = (latents.double() * 25 + 128).clamp(0, 255).round().to(torch.uint8)

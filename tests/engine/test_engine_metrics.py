@@ -6,21 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_fakes import MODES, FakeModel, make_engine, make_request, random_requests, same_picture
+from engine_fakes import (
+    MODES,
+    FakeModel,
+    ManualClock,
+    make_engine,
+    make_request,
+    random_requests,
+    same_picture,
+)
 
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.engine import Engine
-
-
-class ManualClock:
-    """Moves on by one millisecond a look, or by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.001
-        return self.now
 
 
 def test_device_time_is_shared_out_whole() -> None:

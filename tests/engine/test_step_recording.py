@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from engine_fakes import FakeModel, expected_latents, make_request
+from engine_fakes import FakeModel, FakeRecorder, expected_latents, make_request
 
 from offline_diffusion.accel import graphs
 from offline_diffusion.engine import model_runner
 from offline_diffusion.engine.model_runner import ModelRunner
-
-
-class FakeRecorder:
-    """Replays by running the work again; counts."""
-
-    def __init__(self) -> None:
-        self.num_recorded = self.num_replayed = 0
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.num_recorded += 1
-
-        def replay() -> None:
-            self.num_replayed += 1
-            work()
-
-        return replay
 
 
 def _run(num_steps: int, recorder: FakeRecorder) -> None:
