@@ -23,13 +23,18 @@ def _command(*args: str | Path) -> list[str]:
 
 
 class Process:
-    """A command at work; ``lines`` are what it has said on standard error so far."""
+    """A command at work; ``lines`` are what it has said on standard error so far.
 
-    def __init__(self, *args: str | Path) -> None:
+    With ``step_log`` it appends every step of every image to that file, see ``step_log.py``.
+    """
+
+    def __init__(self, *args: str | Path, step_log: Path | None = None) -> None:
         self.lines: list[str] = []
-        self._popen = subprocess.Popen(
-            _command(*args), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        command = _command(*args)
+        if step_log is not None:
+            script = Path(__file__).with_name("step_log.py")
+            command = [sys.executable, str(script), str(step_log), *map(str, args)]
+        self._popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
