@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -305,7 +306,8 @@ class _Task:
             self._report("finishing", engine)
             self.cost = measured_cost(engine)
         except (OffdiffError, OSError):  # of the manifest or the disk: the engine itself is sound
-            saver.save_now(engine, feed.pending)
+            with contextlib.suppress(Exception):  # what is told is the failure
+                saver.save_now(engine, feed.pending)
             raise
         finally:
             try:
@@ -344,12 +346,14 @@ class _Task:
 
     def _stop(self, engine: Engine, feed: Feed, sink: Sink) -> None:
         """Keeps what is done: images past their last step, and of the others how far they have come."""
+        if self.stop.requests > 1:
+            self.say(f"{self.stop.why}: stopping without saving unfinished images")
+            return
         count = plural(engine.num_running, "unfinished image")
         self.say(f"{self.stop.why}: saving {count} at their step; once more to stop without saving")
-        if self.stop.requests < 2:
-            for output in engine.finish_decoding():
-                self._take(output, feed, sink)
-            feed.saver.save_now(engine, feed.pending)
+        for output in engine.finish_decoding():
+            self._take(output, feed, sink)
+        feed.saver.save_now(engine, feed.pending)
 
     def _take(self, output: RequestOutput, feed: Feed, sink: Sink) -> None:
         shard_index, image = feed.pending.pop(output.request_id)

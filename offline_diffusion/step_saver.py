@@ -118,6 +118,8 @@ class StepSaver:
             asked: The images of its good rows.
             finished: Those that are durable.
         """
+        if self._writing is None:
+            self._forget_durable()  # also without an interval rows of published shards must not pile up
         by_row = {images.row: images for images in asked}
 
         def expected(key: ImageKey) -> ExpectedImage | None:

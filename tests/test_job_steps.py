@@ -16,6 +16,7 @@ from safetensors import safe_open
 from offline_diffusion.data import step_checkpoint
 from offline_diffusion.errors import ManifestError
 from offline_diffusion.job import StopFlag
+from offline_diffusion.step_saver import StepSaver
 
 STEPS = 6
 NUM_IMAGES = 10
@@ -267,3 +268,26 @@ def test_work_of_earlier_runs_is_not_in_the_estimate(manifest: Path, tmp_path: P
     Runner().run(manifest, tmp_path / "fresh", observer=lambda told: fresh.append(told.work_total), **OPTIONS)
     assert done == pytest.approx(total)
     assert 0.6 * fresh[-1] < done < 0.95 * fresh[-1]
+
+
+@pytest.mark.parametrize("interval", [0, 1e-6])
+def test_published_shards_are_let_go(
+    manifest: Path, tmp_path: Path, interval: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saver holds rows and states of open shards alone, or a long job's memory would grow."""
+    savers: list[StepSaver] = []
+    known: list[int] = []
+    make = StepSaver.__init__
+
+    def watched(self: StepSaver, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        savers.append(self)
+
+    monkeypatch.setattr(StepSaver, "__init__", watched)
+    runner = Runner()
+    runner.on_step = lambda engine: known.append(len(savers[0]._open))
+    options = OPTIONS | {"shard_size": 1, "num_inference_steps": 2, "max_num_seqs": 1}
+    monkeypatch.setattr("offline_diffusion.job.LOOK_AHEAD", 1)
+    runner.run(manifest, tmp_path, checkpoint_interval=interval, **options)
+    assert max(known) <= 5 < NUM_IMAGES - 1
+    assert savers[0]._open == {}
