@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from manifest_fakes import good_rows, items, only_fault, opened, prompts, scan_peak_mib
 
+from offline_diffusion.data.readers.parquet_bounds import batch_rows_of
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import scan
 from offline_diffusion.errors import ManifestError
@@ -190,10 +191,9 @@ def test_columns_of_one_name_and_missing_codecs(tmp_path: Path, monkeypatch: pyt
 def test_rows_with_large_values_come_in_small_batches(tmp_path: Path) -> None:
     blobs = [os.urandom(2**20) for _ in range(24)]
     path = write(tmp_path / "rows.parquet", {"prompt": ["a"] * 24, "blob": blobs})
-    group = pq.ParquetFile(path).metadata.row_group(0)
-    from offline_diffusion.data.readers.arrow import _batch_rows
-
-    assert _batch_rows(group) <= 8
+    parquet = pq.ParquetFile(path).metadata
+    with path.open("rb") as stream:
+        assert batch_rows_of(parquet.row_group(0), parquet.schema, stream) <= 8
     assert [row.carried["blob"] for row in good_rows(path)] == blobs
 
 

@@ -15,12 +15,13 @@ from offline_diffusion.data.readers.base import BrokenRecord, Record, Records, R
 from offline_diffusion.data.readers.delimited import require_unique
 from offline_diffusion.data.readers.files import DataFile, digest_of, require_codec
 from offline_diffusion.data.readers.lines import FileReader
+from offline_diffusion.data.readers.parquet_bounds import MAX_BATCH_ROWS, batch_rows_of
 from offline_diffusion.data.values import show
 from offline_diffusion.errors import ManifestError
 
-MAX_BATCH_ROWS = 1024
-MAX_BATCH_BYTES = 8 * 2**20
 READ_BUFFER_BYTES = 64 * 1024
+MAX_ROW_BYTES = 64 * 2**20
+"""Of all values of a row; a longer row is a fault."""
 
 
 class ParquetReader(FileReader):
@@ -42,7 +43,9 @@ class ParquetReader(FileReader):
         try:
             # Without pre-buffering, and through a small buffer, a column is read page by page; by
             # default Arrow would hold a whole row group.
-            return pq.ParquetFile(source, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
+            return pq.ParquetFile(
+                source, pre_buffer=False, buffer_size=READ_BUFFER_BYTES, page_checksum_verification=True
+            )
         except (pa.ArrowException, OSError) as error:
             raise ManifestError(f"{self.name}: cannot be read as Parquet: {error}") from None
 
@@ -62,23 +65,20 @@ class ParquetReader(FileReader):
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         row = first_row
-        with self._open() as parquet:
+        with self._open() as parquet, self.file.open() as stream:
             for index in range(self._footer.num_row_groups):
                 group = self._footer.row_group(index)
-                if cursor.within(row, row + group.num_rows):
+                if cursor.wants_any(row, row + group.num_rows):
                     batches = parquet.iter_batches(
-                        batch_size=_batch_rows(group), row_groups=[index], use_threads=False
+                        batch_size=batch_rows_of(group, self._footer.schema, stream),
+                        row_groups=[index],
+                        use_threads=False,
                     )
                     yield from _records_of(batches, row, first_row, cursor)
                 row += group.num_rows
                 if cursor.done:
                     break
         return row - first_row
-
-
-def _batch_rows(group: pq.RowGroupMetaData) -> int:
-    bytes_a_row = max(1, group.total_byte_size // max(1, group.num_rows))
-    return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // int(bytes_a_row)))
 
 
 def _records_of(
@@ -88,12 +88,25 @@ def _records_of(
     for batch in batches:
         for wanted in cursor.within(row, row + batch.num_rows):
             part = batch.slice(wanted.start - row, len(wanted))
-            for number, values in zip(wanted, batch_rows(part), strict=True):
+            for number, values in zip(wanted, _rows_in_bounds(part), strict=True):
                 yield Record(number, number - first_row + 1, values)
         row += batch.num_rows
         cursor.wants(row)
         if cursor.done:
             return
+
+
+def _rows_in_bounds(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BrokenRecord]:
+    """As ``batch_rows``; a large batch is taken row by row, and rows over ``MAX_ROW_BYTES`` are faults."""
+    if batch.nbytes <= MAX_ROW_BYTES:
+        yield from batch_rows(batch)
+        return
+    for index in range(batch.num_rows):
+        row = batch.slice(index, 1)
+        if row.nbytes > MAX_ROW_BYTES:
+            yield BrokenRecord(f"is over {MAX_ROW_BYTES} bytes long")
+        else:
+            yield from batch_rows(row)
 
 
 def batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BrokenRecord]:
