@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import glob
 import os
 import re
@@ -74,7 +75,7 @@ class SourceExpander:
         elif os.path.exists(path):
             yield self._open(_local_file(source, path))
         elif glob.has_magic(path):
-            matches = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
+            matches = sorted(match for match in self._glob(source, path) if os.path.isfile(match))
             if not matches:
                 raise ManifestError(f"{source}: no file matches", hint=f"the folder here is {os.getcwd()}")
             yield from self._several([_local_file(match, match) for match in matches])
@@ -85,6 +86,19 @@ class SourceExpander:
             yield saved_dataset(source, folder, split, _dataset_file)
         else:
             raise _not_found(source, path)
+
+    def _glob(self, source: str, pattern: str) -> Iterator[str]:
+        """What ``glob`` finds; below ``**`` each folder is read once, as links may form a loop."""
+        parts = pattern.split("/")
+        if "**" not in parts:
+            yield from glob.iglob(pattern)
+            return
+        first = parts.index("**")
+        for root in glob.iglob("/".join(parts[:first]) + "/") if first else [""]:
+            for file in _walk(source, root or ".", self._notes):
+                inner = os.path.relpath(file, root or ".")
+                if _fits(inner.split("/"), parts[first:]):
+                    yield os.path.join(root, inner)
 
     def _remote(self, source: str) -> Iterator[Reader]:
         fs, path = _file_system(source)
@@ -238,6 +252,19 @@ def _walk(source: str, path: str, notes: list[str]) -> Iterator[str]:
         seen.add((status.st_dev, status.st_ino))
         files = (os.path.join(folder, name) for name in names)
         yield from (file for file in files if not _is_special(file))
+
+
+def _fits(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the parts of a path fit those of a glob; hidden names only where the glob names them so."""
+    if not patterns:
+        return not parts
+    if patterns[0] == "**" and _fits(parts, patterns[1:]):
+        return True
+    if not parts or (parts[0].startswith(".") and not patterns[0].startswith(".")):
+        return False
+    if patterns[0] == "**":
+        return len(patterns) == 1 or _fits(parts[1:], patterns)
+    return fnmatch.fnmatchcase(parts[0], patterns[0]) and _fits(parts[1:], patterns[1:])
 
 
 def _raise(error: OSError) -> NoReturn:

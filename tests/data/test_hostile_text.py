@@ -204,25 +204,25 @@ def test_a_repeated_key_among_many_is_found_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
-def test_a_hundred_thousand_columns(tmp_path: Path, name: str) -> None:
+def test_two_hundred_thousand_columns(tmp_path: Path, name: str) -> None:
     """A nameless column gets a name; would catch comparing every column with every other."""
     delimiter = "," if name.endswith("csv") else "\t"
-    (tmp_path / name).write_text("prompt" + delimiter * 100_000 + "\na" + delimiter * 100_000 + "\n")
+    (tmp_path / name).write_text("prompt" + delimiter * 200_000 + "\na" + delimiter * 200_000 + "\n")
     started = time.monotonic()
     with pytest.raises(ManifestError, match="over 4096 different columns to carry"):
         opened(tmp_path / name)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 6
 
 
 def test_rows_that_never_have_the_same_columns(tmp_path: Path) -> None:
-    """Would catch keeping what every set of columns is read as: 500 rows of 1,000 columns took 100 MB."""
+    """Would catch keeping what every set of columns is read as: 800 rows of 1,000 columns took 95 MB."""
     path = tmp_path / "rows.jsonl"
     rows = ({"prompt": "a"} | {f"c{(start + n) % 4000}": 0 for n in range(1000)} for start in range(0, 4000, 2))
-    path.write_text("".join(json.dumps(row) + "\n" for row in islice(rows, 500)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in islice(rows, 800)))
     process = psutil.Process()
     manifest = opened(path)
     before = process.memory_info().rss
-    assert sum(1 for _ in manifest.read()) == 500
+    assert sum(1 for _ in manifest.read()) == 800
     assert process.memory_info().rss - before < 50 * 2**20
 
 

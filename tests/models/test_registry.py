@@ -138,6 +138,12 @@ def test_a_pipeline_of_no_family_is_named(folder: Path, name: str | None) -> Non
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing", "/no/such/folder", "a b", "x" * 300])
+def test_a_model_that_is_nowhere(name: str) -> None:
+    with pytest.raises(ModelError, match="is no folder here and cannot be had from the hub") as caught:
+        find_checkpoint(name)
+    assert caught.value.hint
+
+
 def test_parts_from_other_libraries_are_not_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """diffusers imports whatever library a part names; here nothing is imported that the checkpoint brings."""
     (folder.parent / "malice.py").write_text("raise SystemExit('imported')")
@@ -147,12 +153,6 @@ def test_parts_from_other_libraries_are_not_imported(folder: Path, monkeypatch: 
         find_checkpoint(str(folder))
     edit(folder / "model_index.json", lambda index: index.update(vae=[None, None]))
     find_checkpoint(str(folder))
-
-
-def test_a_model_that_is_nowhere(name: str) -> None:
-    with pytest.raises(ModelError, match="is no folder here and cannot be had from the hub") as caught:
-        find_checkpoint(name)
-    assert caught.value.hint
 
 
 def test_a_slip_of_the_pen_is_guessed() -> None:
