@@ -100,3 +100,22 @@ def test_nothing_is_pickled() -> None:
         for alias in node.names
     }
     assert not imported & {"pickle", "shelve", "marshal", "dill", "cloudpickle"}
+
+
+def test_nothing_that_can_run_code_is_loaded() -> None:
+    """torch.load, numpy's pickles, YAML's objects, eval, and code that checkpoints and datasets bring."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            options = {option.arg: ast.unparse(option.value) for option in node.keywords}
+            is_bad = (
+                name in ("torch.load", "torch.hub.load", "eval", "exec", "yaml.load", "yaml.unsafe_load")
+                or (name == "np.load" and options.get("allow_pickle") != "False")
+                or options.get("trust_remote_code", "False") != "False"
+                or (name.endswith(".from_pretrained") and options.get("use_safetensors") != "True")
+            )
+            found += [f"{path.name}:{node.lineno}: {name}"] if is_bad else []
+    assert found == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,59 @@ def test_columns_of_a_map_are_told_apart_by_every_character(tmp_path: Path) -> N
     path = tmp_path / "job.yaml"
     path.write_text("map: {my-p: prompt, my_p: seed}\n")
     assert read_job_file(path) == {"map": {"my-p": "prompt", "my_p": "seed"}}
+
+
+# --- job files made to do harm ----------------------------------------------------------------
+
+_LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghij")
+)
+"""A kilobyte that stands for ten billion values, and for as many characters when it is shown."""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (_LAUGHS + "out: *j\n", "holds over 262144 characters, its aliases resolved"),
+        (f"a: &a {'x' * 50_000}\nout: [{', '.join(['*a'] * 9)}]\n", "holds over 262144 characters"),
+        ("a: &a {x: 1}\n" + "<<: [" + "*a, " * 200_000 + "]\n", "holds over 262144 characters"),
+        ("# " + "x" * 300_000, "holds over 262144 characters"),
+        ("out: " + "[" * 100_000, "is nested in over 20 levels"),
+        ("out: " + "{a: " * 50_000, "is nested in over 20 levels"),
+        ("".join(f"{'- ' * n}x\n" for n in (50,)), "is nested in over 20 levels"),
+        ("out: &a [*a]\n", "'a' holds itself"),
+        ("out: *nobody\n", "is not YAML: found undefined alias"),
+        ("seed: 2026-13-45\n", "is not YAML: month must be in 1..12"),
+        ("seed: " + "9" * 5000 + "\n", "is not YAML"),
+        ("seed: !!timestamp abc\n", "is not YAML"),
+        ("seed: !!bool perhaps\n", "is not YAML"),
+        ("? [a]\n: 1\n", "is not YAML"),
+        ("a: 1\n---\nb: 2\n", "is not YAML: expected a single document"),
+        ("1: 2\n", "unknown option '1'"),
+        ("~: 2\n", "unknown option 'None'"),
+        ("out: 2026-01-01\nmanifests: [2026-01-01]\n", "manifests.0: Input should be a valid string"),
+        ("seed: .inf\ntrue_cfg_scale: .nan\n", "true_cfg_scale: Input should be a finite number"),
+        ('out: "a\\0b"\n', "out: must not hold a NUL or half of a surrogate pair"),
+        ('manifests: ["\\ud800"]\n', "manifests: must not hold a NUL or half of a surrogate pair"),
+        ("seed: [" + "x, " * 5_000 + "]\n", "seed: Input should be a valid integer"),
+    ],
+)
+def test_a_job_file_made_to_do_harm(tmp_path: Path, text: str, message: str) -> None:
+    """Each is told in a short line, at once, and in little memory."""
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        make_job_config(read_job_file(path))
+    assert message in caught.value.message
+    assert len(caught.value.message) < 1200
+
+
+def test_an_alias_of_a_value_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("base: &base {p: prompt}\nmap: *base\nheight: &side 512\nwidth: *side\n")
+    assert read_job_file(path) == {"base": {"p": "prompt"}, "map": {"p": "prompt"}, "height": 512, "width": 512}
+
+
+def test_a_job_file_without_end() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero holds over 262144 characters"):
+        read_job_file(Path("/dev/zero"))

@@ -14,6 +14,8 @@ from offline_diffusion.data.values import MAX_EXACT_FLOAT, json_text
 MAX_NESTING = 32
 MAX_STRUCT_FIELDS = 256
 """A column of objects with more names than this is rather a mapping; it is kept as JSON text."""
+MAX_FIELDS = 16_384
+"""Of all objects of all columns without a schema. Where a name more comes up, its column becomes text."""
 
 _SCALARS = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 _JSON_KINDS = frozenset({*_SCALARS, dict, list, type(None)})
@@ -133,16 +135,40 @@ def _without_nulls(found: pa.DataType) -> pa.DataType | None:
     return found
 
 
+class FieldBudget:
+    """How many more names of objects are told apart."""
+
+    def __init__(self, num_fields: int = MAX_FIELDS) -> None:
+        self._num_left = num_fields
+
+    def take(self) -> bool:
+        """Whether there is room for one more."""
+        self._num_left -= 1
+        return self._num_left >= 0
+
+
 class SeenValues:
     """What is known of the values of a column that no schema describes, or of a part of them.
 
     Arrow's own inference is not exact inside objects and lists: it takes true for 1.0.
     """
 
-    __slots__ = ("_depth", "_fields", "_high", "_items", "_kinds", "_low", "_others")
+    __slots__ = (
+        "_budget",
+        "_depth",
+        "_fields",
+        "_high",
+        "_is_mapping",
+        "_items",
+        "_kinds",
+        "_low",
+        "_others",
+    )
 
-    def __init__(self, depth: int = 0) -> None:
+    def __init__(self, budget: FieldBudget, depth: int = 0) -> None:
+        self._budget = budget
         self._depth = depth
+        self._is_mapping = False
         self._kinds: set[type] = set()
         self._low = self._high = 0
         self._fields: dict[str, SeenValues] = {}
@@ -158,19 +184,23 @@ class SeenValues:
             self._add_fields(value)
         elif kind is list and self._depth < MAX_NESTING:
             if self._items is None:
-                self._items = SeenValues(self._depth + 1)
+                self._items = SeenValues(self._budget, self._depth + 1)
             for item in value:
                 self._items.add(item)
         elif kind not in _JSON_KINDS:
             self._others = unify_types([self._others, pa.infer_type([value])])
 
     def _add_fields(self, value: dict[str, Any]) -> None:
+        if self._is_mapping:
+            return
         for name, item in value.items():
             field = self._fields.get(name)
             if field is None:
-                if len(self._fields) > MAX_STRUCT_FIELDS:  # one too many shows that they are too many
-                    continue
-                field = self._fields[name] = SeenValues(self._depth + 1)
+                if len(self._fields) == MAX_STRUCT_FIELDS or not self._budget.take():
+                    self._is_mapping = True
+                    self._fields.clear()
+                    return
+                field = self._fields[name] = SeenValues(self._budget, self._depth + 1)
             field.add(item)
 
     def unified(self) -> pa.DataType | None:
@@ -189,7 +219,7 @@ class SeenValues:
 
     def _struct(self) -> pa.DataType | None:
         fields = [(name, seen.unified()) for name, seen in self._fields.items()]
-        if not 0 < len(fields) <= MAX_STRUCT_FIELDS or any(found is None for _, found in fields):
+        if not fields or any(found is None for _, found in fields):
             return None
         return pa.struct(fields)
 
@@ -212,6 +242,7 @@ class CarriedTypes:
     def __init__(self) -> None:
         self._declared: dict[str, list[pa.DataType]] = {}
         self._seen: dict[str, SeenValues] = {}
+        self._budget = FieldBudget()
         self._features: dict[str, Any] = {}
 
     def declare(self, name: str, found: pa.DataType, feature: Any = None) -> None:
@@ -225,7 +256,7 @@ class CarriedTypes:
         for name, value in carried.items():
             column = self._seen.get(name)
             if column is None:
-                column = self._seen[name] = SeenValues()
+                column = self._seen[name] = SeenValues(self._budget)
             column.add(value)
 
     def schema(self) -> pa.Schema:

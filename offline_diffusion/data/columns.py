@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -47,6 +48,8 @@ OUTPUT_COLUMNS = frozenset(IMAGE_COLUMNS)
 
 MAX_CARRIED_COLUMNS = 4096
 MAX_NOTES = 100
+MAX_PLANNED_COLUMNS = 65_536
+"""Over all plans that are kept: rows may have thousands of columns, and never the same."""
 
 
 def names_prompt(column: str) -> bool:
@@ -140,7 +143,7 @@ def _notes(
         if ours != theirs or ours == SIZE
     ]
     absent = [name for name in KNOWN_COLUMNS if name not in claims]
-    for column, name in carried.items():
+    for column, name in islice(carried.items(), MAX_NOTES):
         shown = f"column {show(column)!r} is carried"
         if name != column:
             notes.append(f"{shown} as {show(name)!r}: the output has a column {show(column)!r} of its own")
@@ -219,6 +222,7 @@ class RowBuilder:
         self._column_map = dict(column_map)
         self._notes = notes
         self._plans: dict[tuple[str, ...], ColumnPlan] = {}
+        self._num_planned = 0
         self._carried: set[str] = set()
 
     def plan(self, columns: tuple[str, ...]) -> ColumnPlan:
@@ -230,8 +234,10 @@ class RowBuilder:
         if (known := self._plans.get(columns)) is not None:
             return known
         plan = make_plan(columns, self._column_map)
-        if len(self._plans) >= MAX_CARRIED_COLUMNS:
+        self._num_planned += len(columns)
+        if self._num_planned > MAX_PLANNED_COLUMNS:
             self._plans.clear()
+            self._num_planned = len(columns)
         self._plans[columns] = plan
         for note in plan.notes:
             self.note(note)

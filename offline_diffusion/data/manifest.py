@@ -84,8 +84,8 @@ class Manifest:
     def check(self, ranges: Iterable[range] | None = None) -> Iterator[ManifestRow | tuple[RowFault, ...]]:
         """As ``read``, but a faulty row gives all of its faults, and ids are not compared."""
         limit = NO_LIMIT if self.limit is None else self.limit
-        wanted = [range(limit)] if ranges is None else [range(r.start, min(r.stop, limit)) for r in ranges]
-        cursor = RowCursor(wanted)
+        wanted = [range(limit)] if ranges is None else ranges
+        cursor = RowCursor(range(part.start, min(part.stop, limit)) for part in wanted)
         first_row = 0
         for file in self.files:
             cursor.wants(first_row)  # passes the ranges that ended with the file before
@@ -185,15 +185,13 @@ def _check_columns(manifest: Manifest, file: Reader, builder: RowBuilder) -> set
     Raises:
         ManifestError: It has none.
     """
-    sample = _sample(file)
-    if not sample:
+    shapes, first = _sample(file)
+    if first is None:
         raise ManifestError(f"{file.name}: holds no rows")
-    rows = [record.values for record in sample if not isinstance(record.values, BrokenRecord)]
     plan = manifest.plan(file)
     if plan is None:
-        if not rows:
-            raise _nothing_readable(file.name, sample[0])
-        shapes = list(dict.fromkeys(tuple(_flat(row)) for row in rows))
+        if not shapes:
+            raise _nothing_readable(file.name, first)
         plans = [builder.plan(shape) for shape in shapes]
     else:
         shapes, plans = [tuple(flatten_openai_schema(file.schema).names)], [plan]
@@ -208,10 +206,17 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return flatten_openai_line(row, body) if isinstance(body, dict) else row
 
 
-def _sample(file: Reader) -> list[Record]:
+def _sample(file: Reader) -> tuple[list[tuple[str, ...]], Record | None]:
+    """The different columns of the first rows that can be read, and the first row; no more is kept."""
     records = file.records(0, RowCursor([range(NUM_SAMPLE_ROWS)]))
+    shapes: dict[tuple[str, ...], None] = {}
+    first = None
     try:
-        return list(islice(records, NUM_SAMPLE_ROWS))
+        for record in islice(records, NUM_SAMPLE_ROWS):
+            first = first or record
+            if not isinstance(record.values, BrokenRecord):
+                shapes[tuple(_flat(record.values))] = None
+        return list(shapes), first
     except READ_ERRORS as error:
         raise ManifestError(f"{file.name}: cannot be read: {error}", hint=DAMAGED_HINT) from None
     finally:

@@ -6,12 +6,10 @@ import base64
 import hashlib
 import io
 import json
-from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,53 +17,16 @@ import pyarrow as pa
 from offline_diffusion.data.carried import CarriedTypes
 from offline_diffusion.data.columns import flatten_openai_schema
 from offline_diffusion.data.files import replace_file, to_json
+from offline_diffusion.data.id_table import IdTable, repeated_rows
 from offline_diffusion.data.manifest import Manifest
 from offline_diffusion.data.readers.arrow import huggingface_features
+from offline_diffusion.data.row_set import RowSet
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.errors import ManifestError
 
 INDEX_FILE = "manifest-index.json"
 DUPLICATES_FILE = "manifest-duplicates.npy"
-INDEX_VERSION = 1
-
-_NO_ID = -1
-"""Python never returns this as a hash."""
-
-
-class RowSet(Sequence[int]):
-    """Sorted row numbers, 8 bytes each, with a fast ``in``."""
-
-    def __init__(self, rows: Iterable[int] = ()) -> None:
-        self._rows = array("q", rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> RowSet: ...
-    def __getitem__(self, index: int | slice) -> int | RowSet:
-        return RowSet(self._rows[index]) if isinstance(index, slice) else self._rows[index]
-
-    def __contains__(self, row: object) -> bool:
-        if not self._rows or not isinstance(row, int):
-            return False
-        index = bisect_left(self._rows, row)
-        return index < len(self._rows) and self._rows[index] == row
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RowSet) and self._rows == other._rows
-
-    __hash__ = None  # type: ignore[assignment]  # as every mutable-sized sequence
-
-    def __repr__(self) -> str:
-        return f"RowSet({list(self._rows[:20])}{'…' if len(self) > 20 else ''})"
-
-    def to_numpy(self) -> np.ndarray:
-        """The numbers as int64 ``[n]``."""
-        return np.array(self._rows, dtype=np.int64)
-
+INDEX_VERSION = 2
 
 @dataclass(frozen=True)
 class ManifestIndex:
@@ -96,7 +57,7 @@ class ManifestIndex:
         """
         folder.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
-        np.save(buffer, self.duplicates.to_numpy(), allow_pickle=False)
+        np.save(buffer, self.duplicates.to_bits(), allow_pickle=False)
         content = {
             "version": INDEX_VERSION,
             "num_rows": self.num_rows,
@@ -118,9 +79,9 @@ class ManifestIndex:
             if content["version"] != INDEX_VERSION or content["duplicates_digest"] != _digest(duplicates):
                 return None
             schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["carried_schema"])))
-            rows = np.load(io.BytesIO(duplicates), allow_pickle=False)
+            bits = np.load(io.BytesIO(duplicates), allow_pickle=False)
             counts = (content["num_rows"], content["num_faults"], content["num_images"])
-            return cls(*counts, schema, RowSet(rows.tolist()), content["fingerprint"])
+            return cls(*counts, schema, RowSet.from_bits(bits), content["fingerprint"])
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
             return None
 
@@ -129,45 +90,13 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-class IdTable:
-    """Finds rows whose id an earlier good row has, in 8 bytes a row.
-
-    Rows must be added in order, faulty ones with ``None``.
-    """
-
-    def __init__(self) -> None:
-        # Python's own hash is kept beside the string and differs in every process; no more is needed.
-        self._hashes = array("q")
-
-    def add(self, row_id: str | None) -> None:
-        self._hashes.append(_NO_ID if row_id is None else hash(row_id))
-
-    def duplicates(self, manifest: Manifest) -> Iterator[ManifestRow]:
-        """The rows that repeat an id, in order; candidates are read once more to compare the ids."""
-        ranges = [range(row, row + 1) for row in self._candidates().tolist()]
-        seen = set()
-        for row in manifest.read(ranges) if ranges else ():
-            if not isinstance(row, ManifestRow):
-                continue
-            if row.id in seen:
-                yield row
-            seen.add(row.id)
-
-    def _candidates(self) -> np.ndarray:
-        """Rows that share their hash with another: int64 ``[n]``, sorted."""
-        hashes = np.frombuffer(self._hashes, dtype=np.int64) if self._hashes else np.zeros(0, np.int64)
-        order = np.argsort(hashes, kind="stable")
-        ordered = hashes[order]
-        same = (ordered[1:] == ordered[:-1]) & (ordered[1:] != _NO_ID)
-        return np.union1d(order[1:][same], order[:-1][same])
-
-
 def scan(
     manifest: Manifest, *, on_row: Callable[[ManifestRow | RowFault], None] | None = None
 ) -> ManifestIndex:
-    """Reads the whole manifest once, in flat memory: 8 bytes a row and one row at a time.
+    """Reads the whole manifest once, in flat memory: one row at a time.
 
-    Rows that repeat an id are read a second time.
+    Rows that repeat an id are read a second time. Of more than a million rows the ids are kept in a temporary
+    file, 24 bytes a row.
 
     Args:
         manifest: What to read.
@@ -193,12 +122,9 @@ def scan(
             num_faults += 1
         if on_row is not None:
             on_row(item)
-    duplicates = RowSet()
-    repeated = array("q")
-    for row in ids.duplicates(manifest):
-        repeated.append(row.row)
+    duplicates = ids.repeated()
+    for row in repeated_rows(manifest, duplicates):
         num_images -= row.params.num_images_per_prompt
-    duplicates = RowSet(repeated)
     _require_unchanged(manifest, fingerprint)
     num_faults += len(duplicates)
     return ManifestIndex(num_rows, num_faults, num_images, types.schema(), duplicates, fingerprint)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import glob
 import os
 import re
@@ -11,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -23,6 +25,7 @@ from offline_diffusion.data.readers.base import Reader
 from offline_diffusion.data.readers.files import DataFile
 from offline_diffusion.data.readers.lines import PromptFolderReader
 from offline_diffusion.data.readers.sniff import DATA_SUFFIXES, open_reader, suffix_of
+from offline_diffusion.data.values import show
 from offline_diffusion.errors import ManifestError, did_you_mean
 
 STDIN = "-"
@@ -72,7 +75,7 @@ class SourceExpander:
         elif os.path.exists(path):
             yield self._open(_local_file(source, path))
         elif glob.has_magic(path):
-            matches = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
+            matches = sorted(match for match in self._glob(source, path) if os.path.isfile(match))
             if not matches:
                 raise ManifestError(f"{source}: no file matches", hint=f"the folder here is {os.getcwd()}")
             yield from self._several([_local_file(match, match) for match in matches])
@@ -83,6 +86,19 @@ class SourceExpander:
             yield saved_dataset(source, folder, split, _dataset_file)
         else:
             raise _not_found(source, path)
+
+    def _glob(self, source: str, pattern: str) -> Iterator[str]:
+        """What ``glob`` finds; below ``**`` each folder is read once, as links may form a loop."""
+        parts = pattern.split("/")
+        if "**" not in parts:
+            yield from glob.iglob(pattern)
+            return
+        first = parts.index("**")
+        for root in glob.iglob("/".join(parts[:first]) + "/") if first else [""]:
+            for file in _walk(source, root or ".", self._notes):
+                inner = os.path.relpath(file, root or ".")
+                if _fits(inner.split("/"), parts[first:]):
+                    yield os.path.join(root, inner)
 
     def _remote(self, source: str) -> Iterator[Reader]:
         fs, path = _file_system(source)
@@ -113,7 +129,7 @@ class SourceExpander:
                 f"{source}: is an output folder of offdiff, not a manifest",
                 hint=f"to draw the prompts of its images again name {source.rstrip('/')}/{IMAGES}",
             )
-        files = _files_below(source, fs, path)
+        files = _files_below(source, fs, path, self._notes)
         data = [file for file in files if suffix_of(file.name) in DATA_SUFFIXES]
         prompts = [file for file in files if suffix_of(file.name) == ".txt"]
         if data:
@@ -200,18 +216,20 @@ def _dataset_file(path: str) -> DataFile:
     return DataFile(path, _LOCAL, path)
 
 
-def _files_below(source: str, fs: fsspec.AbstractFileSystem, path: str) -> list[DataFile]:
-    """Every file below a folder, sorted; names that start with ``.`` or ``_`` are left out."""
+def _files_below(
+    source: str, fs: fsspec.AbstractFileSystem, path: str, notes: list[str]
+) -> list[DataFile]:
+    """Every file below a folder, sorted; names that start with ``.`` or ``_`` are left out.
+
+    Raises:
+        ManifestError: A folder cannot be listed.
+    """
     if not isinstance(fs, LocalFileSystem):
         base = path.rstrip("/")
         found = [(os.path.relpath(file, base), file) for file in fs.find(path)]
         named = [(fs.unstrip_protocol(file), inner, file) for inner, file in found]
     else:
-        found = [
-            (os.path.relpath(os.path.join(folder, name), path), os.path.join(folder, name))
-            for folder, _, names in os.walk(path, followlinks=True)
-            for name in names
-        ]
+        found = [(os.path.relpath(file, path), file) for file in _walk(source, path, notes)]
         named = [(os.path.join(source, inner), inner, file) for inner, file in found]
     visible = [
         (inner, DataFile(_printable(name), fs, file))
@@ -221,12 +239,55 @@ def _files_below(source: str, fs: fsspec.AbstractFileSystem, path: str) -> list[
     return [file for _, file in sorted(visible, key=lambda pair: pair[0])]
 
 
+def _walk(source: str, path: str, notes: list[str]) -> Iterator[str]:
+    """The files below a local folder, links followed; each folder is read once, so links may form a loop."""
+    seen = set()
+    for folder, folders, names in os.walk(path, followlinks=True, onerror=_raise):
+        folders.sort()
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            notes.append(f"{source}: left out {_printable(os.path.relpath(folder, path))}: it is read already")
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        files = (os.path.join(folder, name) for name in names)
+        yield from (file for file in files if not _is_special(file))
+
+
+def _fits(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the parts of a path fit those of a glob; hidden names only where the glob names them so."""
+    if not patterns:
+        return not parts
+    if patterns[0] == "**" and _fits(parts, patterns[1:]):
+        return True
+    if not parts or (parts[0].startswith(".") and not patterns[0].startswith(".")):
+        return False
+    if patterns[0] == "**":
+        return len(patterns) == 1 or _fits(parts[1:], patterns)
+    return fnmatch.fnmatchcase(parts[0], patterns[0]) and _fits(parts[1:], patterns[1:])
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise ManifestError(f"{_printable(str(error.filename))}: cannot be listed: {error.strerror}")
+
+
+def _is_special(path: str) -> bool:
+    """Whether reading the file could take for ever: a pipe, a socket or a device."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False  # a link to nowhere; told when it is opened
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
 def _local_file(name: str, path: str) -> DataFile:
     """A local file; what can be read only once, such as a pipe, is copied first."""
     try:
-        is_regular = stat.S_ISREG(os.stat(path).st_mode)
-        if is_regular:
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode):
             return DataFile(_printable(name), _LOCAL, path)
+        if not stat.S_ISFIFO(mode):
+            raise ManifestError(f"{name}: is a device or a socket", hint="name a file, a folder or a pipe")
         with Path(path).open("rb") as stream:
             return _spooled(name, stream)
     except OSError as error:
@@ -234,17 +295,26 @@ def _local_file(name: str, path: str) -> DataFile:
 
 
 def _printable(name: str) -> str:
-    """A file name as text: bytes that are not UTF-8 become escapes."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    """A file name as text of one line: bytes that are not UTF-8 and control characters become escapes."""
+    text = os.fsencode(name).decode("utf-8", "backslashreplace")
+    return show(text, limit=len(text))
 
 
 def _spooled_stdin() -> DataFile:
-    return _spooled(STDIN, sys.stdin.buffer)
+    try:
+        return _spooled(STDIN, sys.stdin.buffer)
+    except OSError as error:
+        raise ManifestError(f"standard input cannot be copied: {error}") from None
 
 
 def _spooled(name: str, stream: Any) -> DataFile:
     """A copy of ``stream`` in a temporary file, which goes with the ``DataFile``: rows are read twice."""
     copy = tempfile.NamedTemporaryFile(prefix="offdiff-manifest-")  # noqa: SIM115  # closed with its owner
-    shutil.copyfileobj(stream, copy)
-    copy.flush()
+    try:
+        shutil.copyfileobj(stream, copy)
+        copy.flush()
+    except OSError:
+        with contextlib.suppress(OSError):  # closing tries to write what is left once more
+            copy.close()
+        raise
     return DataFile(name, _LOCAL, copy.name, keep_alive=copy)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
+from offline_diffusion.data.id_table import IdTable, repeated_rows
 from offline_diffusion.data.manifest import Manifest, duplicate_fault
 from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, resolve_row
-from offline_diffusion.data.scan import IdTable
 from offline_diffusion.models.capabilities import Capabilities
 
 MAX_REMEMBERED = 10_000
@@ -55,7 +55,7 @@ class Validation:
                 faults = list(item)
             self.num_faulty_rows += bool(faults)
             yield from faults
-        for row in ids.duplicates(self._manifest):
+        for row in repeated_rows(self._manifest, ids.repeated()):
             if self._model_fault(row) is None:
                 self.num_faulty_rows += 1
                 self.num_images -= row.params.num_images_per_prompt

@@ -13,6 +13,11 @@ from offline_diffusion.errors import BackendError, ModelError
 from offline_diffusion.models.base import DiffusionModel
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 
+SAFETENSORS_HINT = (
+    "weights are read from .safetensors files only: .bin, .pt and .ckpt files can run code when they are opened; "
+    "where you trust them, save_pretrained of diffusers writes them anew"
+)
+
 
 def resolve_device(name: str) -> torch.device:
     """``auto`` is the first CUDA device, else the CPU.
@@ -78,4 +83,5 @@ def _load_pipeline(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
             checkpoint.source, revision=checkpoint.revision, dtype=dtype, use_safetensors=True
         ).to(device)
     except Exception as error:  # a damaged folder makes the libraries raise nearly anything
-        raise ModelError(f"{checkpoint.source} cannot be loaded: {error}") from error
+        hint = SAFETENSORS_HINT if ".safetensors" in str(error) else None
+        raise ModelError(f"{checkpoint.source} cannot be loaded: {error}", hint=hint) from error

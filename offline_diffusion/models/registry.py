@@ -27,6 +27,9 @@ WHOLE_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 16 * 2**20, 65_536, 64
 ConfigReader = Callable[[str], dict[str, Any]]
 """Reads one JSON file of a checkpoint by its path inside it."""
 
+LIBRARIES = ("diffusers", "transformers")
+"""Where the parts of a pipeline may come from."""
+
 DEFAULTS_FILE = "generation_config.json"
 """May hold a checkpoint's own defaults; absent in most."""
 
@@ -114,6 +117,7 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     read = _folder_reader(Path(source)) if is_folder else _hub_reader(source, revision)
     index = read("model_index.json")
     family = _family_of(str(index.get("_class_name")), model)
+    _check_libraries(index, model)
     capabilities = family.capabilities(read)
     overrides = _optional(read, DEFAULTS_FILE)
     capabilities = capabilities.with_defaults(_checked_defaults(overrides, model))
@@ -161,6 +165,17 @@ def _folder_reader(folder: Path) -> ConfigReader:
         return _read_json(folder / name)
 
     return read
+
+
+def _check_libraries(index: dict[str, Any], model: str) -> None:
+    """Refuses parts that diffusers would have to import from anywhere else: a checkpoint brings no code."""
+    for part, found in index.items():
+        library = found[0] if isinstance(found, list) and found else None
+        if library is not None and library not in LIBRARIES:
+            raise ModelError(
+                f"{model}: model_index.json takes {part} from {library!r}, allowed: {', '.join(LIBRARIES)}",
+                hint="code that comes with a checkpoint is never run",
+            )
 
 
 def _hub_reader(model: str, revision: str | None) -> ConfigReader:

@@ -87,10 +87,21 @@ def test_a_config_that_does_not_fit_its_weights(folder: Path, changes: dict[str,
 
 def test_pickled_weights_are_never_opened(folder: Path) -> None:
     path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
-    torch.save({"weight": torch.zeros(1)}, path.with_suffix(".bin"))
+    torch.save(_Malice(folder / "opened"), path.with_suffix(".bin"))
     path.unlink()
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError, match=r"hint: weights are read from \.safetensors files only"):
         load_model(EngineConfig(model=str(folder)))
+    assert not (folder / "opened").exists()
+
+
+class _Malice:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._trace,)
 
 
 def test_an_unknown_attention_backend_stops_before_work(tiny_model: Path) -> None:

@@ -144,6 +144,17 @@ def test_a_model_that_is_nowhere(name: str) -> None:
     assert caught.value.hint
 
 
+def test_parts_from_other_libraries_are_not_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers imports whatever library a part names; here nothing is imported that the checkpoint brings."""
+    (folder.parent / "malice.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    edit(folder / "model_index.json", lambda index: index.update(vae=["malice", "AutoencoderKLQwenImage"]))
+    with pytest.raises(ModelError, match="takes vae from 'malice', allowed: diffusers, transformers"):
+        find_checkpoint(str(folder))
+    edit(folder / "model_index.json", lambda index: index.update(vae=[None, None]))
+    find_checkpoint(str(folder))
+
+
 def test_a_slip_of_the_pen_is_guessed() -> None:
     with pytest.raises(ModelError) as caught:
         find_checkpoint("tiny-qwen-imag")

@@ -11,16 +11,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from offline_diffusion.data.readers.base import BrokenRecord, Record, Records, RowCursor, Stamp
+from offline_diffusion.data.readers.base import BrokenRecord, DamagedError, Record, Records, RowCursor, Stamp
 from offline_diffusion.data.readers.delimited import require_unique
-from offline_diffusion.data.readers.files import DataFile, digest_of, require_codec
+from offline_diffusion.data.readers.files import DAMAGED_HINT, DataFile, digest_of
 from offline_diffusion.data.readers.lines import FileReader
+from offline_diffusion.data.readers.parquet_bounds import MAX_BATCH_ROWS, ParquetBounds
 from offline_diffusion.data.values import show
 from offline_diffusion.errors import ManifestError
 
-MAX_BATCH_ROWS = 1024
-MAX_BATCH_BYTES = 8 * 2**20
 READ_BUFFER_BYTES = 64 * 1024
+PARQUET_ERRORS = (pa.ArrowException, OSError, ValueError)
+"""Of pyarrow where a file is damaged; a ValueError is a name that is not UTF-8."""
+MAX_ROW_BYTES = 64 * 2**20
+"""Of all values of a row; a longer row is a fault."""
 
 
 class ParquetReader(FileReader):
@@ -37,63 +40,93 @@ class ParquetReader(FileReader):
         require_unique(self.name, tuple(schema.names))
         return schema
 
+    @cached_property
+    def _bounds(self) -> ParquetBounds:
+        with self.file.open() as stream:
+            return ParquetBounds(stream)
+
     def _open(self) -> pq.ParquetFile:
         source = self.file.path if self.file.is_local else self.file.open()
         try:
             # Without pre-buffering, and through a small buffer, a column is read page by page; by
             # default Arrow would hold a whole row group.
-            return pq.ParquetFile(source, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
-        except (pa.ArrowException, OSError) as error:
+            return pq.ParquetFile(
+                source, pre_buffer=False, buffer_size=READ_BUFFER_BYTES, page_checksum_verification=True
+            )
+        except PARQUET_ERRORS as error:
             raise ManifestError(f"{self.name}: cannot be read as Parquet: {error}") from None
 
     def check_codecs(self) -> None:
-        """Checks that this installation can decompress the file.
+        """Checks that this installation can decompress the file, as far as its first row group tells.
 
         Raises:
             ManifestError: It cannot.
         """
         if not self._footer.num_row_groups:
             return
-        group = self._footer.row_group(0)
-        for index in range(group.num_columns):
-            codec = group.column(index).compression.lower()
-            if codec != "uncompressed":
-                require_codec(self.name, codec)
+        try:
+            with self._open() as parquet, self.file.open() as stream:
+                self._bounds.batch_rows(0, stream)
+                # By reading: pyarrow ends the process when it is asked for a codec that it does not know.
+                next(parquet.iter_batches(batch_size=1, row_groups=[0], use_threads=False), None)
+        except pa.ArrowNotImplementedError as error:
+            hint = "write it with another compression, or pip install --force-reinstall pyarrow"
+            raise ManifestError(f"{self.name}: cannot be read here: {error}", hint=hint) from None
+        except (*PARQUET_ERRORS, DamagedError) as error:
+            raise ManifestError(f"{self.name}: cannot be read: {error}", hint=DAMAGED_HINT) from None
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         row = first_row
-        with self._open() as parquet:
+        with self._open() as parquet, self.file.open() as stream:
             for index in range(self._footer.num_row_groups):
                 group = self._footer.row_group(index)
-                if cursor.within(row, row + group.num_rows):
+                if cursor.wants_any(row, row + group.num_rows):
                     batches = parquet.iter_batches(
-                        batch_size=_batch_rows(group), row_groups=[index], use_threads=False
+                        batch_size=self._bounds.batch_rows(index, stream),
+                        row_groups=[index],
+                        use_threads=False,
                     )
-                    yield from _records_of(batches, row, first_row, cursor)
+                    yield from _records_of(batches, row, first_row, cursor, row + group.num_rows)
                 row += group.num_rows
                 if cursor.done:
                     break
         return row - first_row
 
 
-def _batch_rows(group: pq.RowGroupMetaData) -> int:
-    bytes_a_row = max(1, group.total_byte_size // max(1, group.num_rows))
-    return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // int(bytes_a_row)))
-
-
 def _records_of(
-    batches: Iterator[pa.RecordBatch], row: int, first_row: int, cursor: RowCursor
+    batches: Iterator[pa.RecordBatch], row: int, first_row: int, cursor: RowCursor, stop: int | None = None
 ) -> Iterator[Record]:
-    """The wanted records of consecutive batches, the first of which starts at ``row``."""
+    """The wanted records of consecutive batches, the first of which starts at ``row``.
+
+    Raises:
+        DamagedError: They do not end with row ``stop - 1``.
+    """
     for batch in batches:
         for wanted in cursor.within(row, row + batch.num_rows):
             part = batch.slice(wanted.start - row, len(wanted))
-            for number, values in zip(wanted, batch_rows(part), strict=True):
+            for number, values in zip(wanted, _rows_in_bounds(part), strict=True):
                 yield Record(number, number - first_row + 1, values)
         row += batch.num_rows
+        if stop is not None and row > stop:
+            break
         cursor.wants(row)
         if cursor.done:
             return
+    if stop is not None and row != stop:
+        raise DamagedError("a row group has not as many rows as its metadata says")
+
+
+def _rows_in_bounds(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BrokenRecord]:
+    """As ``batch_rows``; a large batch is taken row by row, and rows over ``MAX_ROW_BYTES`` are faults."""
+    if batch.nbytes <= MAX_ROW_BYTES:
+        yield from batch_rows(batch)
+        return
+    for index in range(batch.num_rows):
+        row = batch.slice(index, 1)
+        if row.nbytes > MAX_ROW_BYTES:
+            yield BrokenRecord(f"is over {MAX_ROW_BYTES} bytes long")
+        else:
+            yield from batch_rows(row)
 
 
 def batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BrokenRecord]:

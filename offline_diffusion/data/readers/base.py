@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from offline_diffusion.data.values import show
+from offline_diffusion.data.values import MAX_SHOWN_CHARS, show
 
 
 class DamagedError(Exception):
@@ -31,7 +32,7 @@ class BrokenRecord:
 
 def broken(reason: str, raw: bytes, column: str = "") -> BrokenRecord:
     """A broken record whose value and content hash come from its raw bytes."""
-    text = raw.strip().decode("utf-8", "backslashreplace")
+    text = raw.strip()[: 4 * MAX_SHOWN_CHARS].decode("utf-8", "backslashreplace")
     return BrokenRecord(reason, show(text), column, hashlib.blake2b(raw, digest_size=8).hexdigest())
 
 
@@ -56,38 +57,60 @@ class Stamp(NamedTuple):
 
 
 class RowCursor:
-    """Sorted, disjoint ranges of row numbers, walked beside a reader that only goes forward."""
+    """Sorted, disjoint ranges of row numbers, walked beside a reader that only goes forward.
+
+    The ranges are drawn when their turn comes, so millions of them need not be in memory.
+
+    Raises:
+        ValueError: The ranges are not sorted or not disjoint; told when the faulty one is drawn.
+    """
 
     def __init__(self, ranges: Iterable[range]) -> None:
-        self._ranges = [wanted for wanted in ranges if wanted]
-        self._next = 0
-        for before, after in zip(self._ranges, self._ranges[1:], strict=False):
-            if after.start < before.stop:
-                raise ValueError(f"ranges must be sorted and disjoint, got {before} before {after}")
+        self._ranges = (wanted for wanted in ranges if wanted)
+        self._ahead: deque[range] = deque()
+        self._last = range(0)
+        self._draw()
+
+    def _draw(self) -> bool:
+        """Whether there was one more range."""
+        wanted = next(self._ranges, None)
+        if wanted is None:
+            return False
+        if wanted.start < self._last.stop:
+            raise ValueError(f"ranges must be sorted and disjoint, got {self._last} before {wanted}")
+        self._last = wanted
+        self._ahead.append(wanted)
+        return True
 
     @property
     def done(self) -> bool:
         """Whether every range was passed."""
-        return self._next >= len(self._ranges)
+        return not self._ahead
 
     def wants(self, row: int) -> bool:
         """Whether ``row`` is in a range; rows must be asked for in ascending order."""
-        while self._next < len(self._ranges):
-            current = self._ranges[self._next]
+        while self._ahead:
+            current = self._ahead[0]
             if row < current.stop:
                 return row >= current.start
-            self._next += 1
+            self._ahead.popleft()
+            if not self._ahead:
+                self._draw()
         return False
+
+    def wants_any(self, start: int, stop: int) -> bool:
+        """Whether one of the rows ``start`` … ``stop - 1`` is in a range; these must ascend, too."""
+        self.wants(start)
+        return not self.done and self._ahead[0].start < stop
 
     def within(self, start: int, stop: int) -> list[range]:
         """The wanted parts of the rows ``start`` … ``stop - 1``; these must ascend, too."""
-        self.wants(start)
-        parts = []
-        for wanted in self._ranges[self._next :]:
-            if wanted.start >= stop:
-                break
-            parts.append(range(max(start, wanted.start), min(stop, wanted.stop)))
-        return parts
+        if not self.wants_any(start, stop):
+            return []
+        while self._last.start < stop and self._draw():
+            pass
+        found = (range(max(start, wanted.start), min(stop, wanted.stop)) for wanted in self._ahead)
+        return [part for part in found if part]
 
 
 Records = Generator[Record, None, int]

@@ -7,6 +7,7 @@ import io
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -77,11 +78,13 @@ def require_unique(name: str, columns: tuple[str, ...]) -> None:
     Raises:
         ManifestError: One does.
     """
-    for index, column in enumerate(columns):
-        if column in columns[:index]:
+    seen: set[str] = set()
+    for column in columns:
+        if column in seen:
             raise ManifestError(
                 f"{name}: column {show(column)!r} occurs twice", hint="give one of them another name"
             )
+        seen.add(column)
 
 
 def split_records(stream: ByteStream, delimiter: str) -> Iterator[tuple[int, list[str] | BrokenRecord]]:
@@ -123,48 +126,36 @@ class _Lookahead:
                 self._ahead.append(line)
             yield self._ahead[index][1]
 
-    def take(self, count: int) -> None:
-        for _ in range(count):
-            self._ahead.popleft()
+    def take(self, count: int) -> bytes:
+        return b"".join(self._ahead.popleft()[1] for _ in range(count))
 
 
 def _quoted(whole: bytes, lines: _Lookahead, delimiter: str) -> list[str] | BrokenRecord:
     """The cells of a record that starts with the line ``whole`` and may go on in the next lines."""
-    raw, line = whole, without_ending(whole)
+    # The csv module draws one line after the other for as long as a quote is open.
+    reader = csv.reader(_record_lines(whole, lines), delimiter=delimiter, strict=True)
+    line = without_ending(whole)
     try:
-        cells = _parse(raw, delimiter)
-        if cells is None:
-            for taken, more in enumerate(lines.ahead(), start=1):
-                raw += more
-                if len(raw) > MAX_LINE_BYTES:
-                    break
-                # Only a line with a quote can close the open one.
-                if b'"' in more and (cells := _parse(raw, delimiter)) is not None:
-                    lines.take(taken)
-                    return _checked(raw, cells)
-    except csv.Error:
+        cells = next(reader)
+    except csv.Error:  # a quote is not closed, or something follows a closing one
         cells = None
     if cells is not None:
-        return _checked(line, cells)
+        more = lines.take(reader.line_num - 1)
+        return _checked(whole + more if more else line, cells)
     if delimiter == "\t":
         # Many TSV files are written without quoting; there a quote is a character like any other.
         return _checked(line, line.decode("utf-8", "surrogateescape").split(delimiter))
     return broken("has a quote that is not closed, or text after a closing quote", line)
 
 
-def _parse(raw: bytes, delimiter: str) -> list[str] | None:
-    """The cells of ``raw``, or None when a quote is still open.
-
-    Raises:
-        csv.Error: Something follows a closing quote.
-    """
-    text = without_ending(raw).decode("utf-8", "surrogateescape")
-    try:
-        return next(csv.reader([text], delimiter=delimiter, strict=True))
-    except csv.Error as error:
-        if "unexpected end of data" in str(error):
-            return None
-        raise
+def _record_lines(whole: bytes, lines: _Lookahead) -> Iterator[str]:
+    """The line ``whole`` and those that could belong to the same record, as far as records may be long."""
+    num_bytes = len(whole)
+    for line in chain([whole], lines.ahead()):
+        yield line.decode("utf-8", "surrogateescape")
+        num_bytes += len(line)
+        if num_bytes > MAX_LINE_BYTES:
+            return
 
 
 def _checked(raw: bytes, cells: list[str]) -> list[str] | BrokenRecord:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offline_diffusion.data.readers.base import BrokenRecord, DamagedError, Record, Records, RowCursor, broken
-from offline_diffusion.data.readers.files import BOM, MAX_LINE_BYTES, ByteStream
+from offline_diffusion.data.readers.files import BOM, MAX_LINE_BYTES, MAX_PASSED_BYTES, ByteStream
 from offline_diffusion.data.readers.json_text import decode_json, object_record
 from offline_diffusion.data.readers.lines import TOO_LONG, FileReader
 
@@ -65,12 +65,18 @@ class _Element:
 
     line: int
     raw: bytearray = field(default_factory=bytearray)
+    num_bytes: int = 0
     num_newlines: int = 0
 
     def add(self, part: bytes) -> None:
         # One byte over the limit tells the reader that the element was cut.
         self.raw += part[: MAX_LINE_BYTES + 1 - len(self.raw)]
         self.num_newlines += part.count(b"\n")
+        self.num_bytes += len(part)
+        if self.num_bytes > MAX_PASSED_BYTES:
+            raise DamagedError(
+                f"the row that begins in line {self.line} does not end within {MAX_PASSED_BYTES} bytes"
+            )
 
     def finish(self) -> tuple[int, bytes]:
         raw = bytes(self.raw)
@@ -83,7 +89,8 @@ class ElementSplitter:
     """Iterates over the elements of a JSON list or object: line number and raw text of each.
 
     Raises:
-        DamagedError: The document is cut off, or something follows it.
+        DamagedError: The document is cut off, something follows it, or an element does not end within
+            ``MAX_PASSED_BYTES``.
     """
 
     def __init__(self, stream: ByteStream) -> None:

@@ -34,6 +34,12 @@ ByteStream: TypeAlias = "io.BufferedReader[Any]"
 
 HEAD_BYTES = 256 * 1024
 MAX_LINE_BYTES = 16 * 2**20
+MAX_PASSED_BYTES = 256 * 2**20
+"""A row over ``MAX_LINE_BYTES`` is passed over; where no end of it comes for so long, the file is at fault."""
+MAX_LAYERS = 3
+"""Of compression. There are files that hold themselves, compressed."""
+MAX_XZ_BYTES = 256 * 2**20
+"""What a file in xz may want for its dictionary; ``xz -9`` wants 64 MiB."""
 BUFFER_BYTES = 128 * 1024
 BOM = b"\xef\xbb\xbf"
 
@@ -92,7 +98,11 @@ class DataFile:
             stream: ByteStream = layers.enter_context(
                 io.BufferedReader(cast(io.RawIOBase, self.open()), BUFFER_BYTES)
             )
+            num_layers = 0
             while (codec := detect_codec(stream.peek(8)[:8])) is not None:
+                num_layers += 1
+                if num_layers > MAX_LAYERS:
+                    raise DamagedError(f"it is compressed more than {MAX_LAYERS} times over")
                 inner = layers.enter_context(_decompress(stream, codec, self.name))
                 stream = layers.enter_context(io.BufferedReader(inner, BUFFER_BYTES))
             yield stream
@@ -131,8 +141,12 @@ class DataFile:
 
     def digest(self) -> str:
         """BLAKE2b over the bytes as stored."""
+        return digest_of(self.chunks())
+
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes as stored, in small parts."""
         with self.open() as stream:
-            return digest_of(iter(lambda: stream.read(BUFFER_BYTES), b""))
+            yield from iter(lambda: stream.read(BUFFER_BYTES), b"")
 
 
 def digest_of(chunks: Iterator[bytes]) -> str:
@@ -154,8 +168,53 @@ def _decompress(stream: ByteStream, codec: str, name: str) -> io.RawIOBase:
     # Arrow's streams, unlike Python's own for zstd, take several frames and tell when one is cut off.
     require_codec(name, codec)
     if codec == "xz":
-        return cast(io.RawIOBase, lzma.LZMAFile(stream))
+        return _XzStream(stream)
     return cast(io.RawIOBase, pa.CompressedInputStream(pa.PythonFile(stream, "r"), codec))
+
+
+class _XzStream(io.RawIOBase):
+    """What ``lzma.LZMAFile`` reads, but with a limit on the memory that a file may ask for."""
+
+    def __init__(self, stream: ByteStream) -> None:
+        self._stream = stream
+        self._decoder = self._new_decoder()
+
+    @staticmethod
+    def _new_decoder() -> Any:
+        return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MAX_XZ_BYTES)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """As `io.RawIOBase.readinto`.
+
+        Raises:
+            EOFError: The file is cut off.
+            lzma.LZMAError: It is damaged, or wants more memory than it may.
+        """
+        data = b""
+        while not data:
+            if self._decoder.eof:
+                rest = self._decoder.unused_data.lstrip(b"\0") or self._next_stream()
+                if not rest:
+                    return 0
+                self._decoder = self._new_decoder()
+            elif self._decoder.needs_input:
+                if not (rest := self._stream.read1(BUFFER_BYTES)):
+                    raise EOFError("the compressed data is cut off")
+            else:
+                rest = b""
+            data = self._decoder.decompress(rest, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _next_stream(self) -> bytes:
+        """What follows a stream and its padding of zeros."""
+        while rest := self._stream.read1(BUFFER_BYTES):
+            if rest := rest.lstrip(b"\0"):
+                return rest
+        return b""
 
 
 def require_codec(name: str, codec: str) -> None:
@@ -196,12 +255,18 @@ def iter_whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
     """Line numbers from 1 and lines with their ending; a BOM is dropped.
 
     A line over ``MAX_LINE_BYTES`` comes cut to that length and one more byte.
+
+    Raises:
+        DamagedError: A line does not end within ``MAX_PASSED_BYTES``.
     """
     if stream.peek(3)[:3] == BOM:
         stream.read(3)
     read: Callable[[], bytes] = lambda: stream.readline(MAX_LINE_BYTES + 1)  # noqa: E731
     for number, line in enumerate(iter(read, b""), start=1):
         yield number, line
-        rest = line
+        rest, num_bytes = line, len(line)
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = read()
+            num_bytes += len(rest)
+            if num_bytes > MAX_PASSED_BYTES:
+                raise DamagedError(f"line {number} does not end within {MAX_PASSED_BYTES} bytes")

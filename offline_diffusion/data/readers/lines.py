@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,7 @@ class PromptFolderReader:
         return digest_of(part for stem, file in self.files for part in _named_content(stem, file))
 
 
-def _named_content(stem: str, file: DataFile) -> tuple[bytes, bytes]:
-    with file.open() as stream:
-        content = stream.read()
-    return f"{stem}\0{len(content)}\0".encode("utf-8", "surrogateescape"), content
+def _named_content(stem: str, file: DataFile) -> Iterator[bytes]:
+    num_bytes = sum(map(len, file.chunks()))  # where a name ends and the next begins
+    yield f"{stem}\0{num_bytes}\0".encode("utf-8", "surrogateescape")
+    yield from file.chunks()
