@@ -129,8 +129,10 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(manifest: Path, tmp_pat
 
 
 def test_every_task_has_its_own_files_and_a_finished_one_keeps_them(manifest: Path, tmp_path: Path) -> None:
-    for task in (0, 1):
-        Runner().run(manifest, tmp_path, profile=True, num_tasks=2, task_index=task, **OPTIONS)
+    stop, first = StopFlag(), Runner()
+    first.on_step = stop_at(stop, 1)
+    first.run(manifest, tmp_path, stop=stop, profile=True, num_tasks=2, task_index=0, **OPTIONS)
+    Runner().run(manifest, tmp_path, profile=True, num_tasks=2, task_index=1, **OPTIONS)
     before = {task: read_summary(tmp_path, task) for task in (0, 1)}
     assert [before[task]["task"] for task in (0, 1)] == [0, 1]
     assert sum(before[task]["num_images"] for task in (0, 1)) == NUM_IMAGES

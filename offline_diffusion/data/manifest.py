@@ -58,6 +58,12 @@ class Manifest:
         self.notes = notes
         self._builder = builder
         self._digests: dict[int, tuple[Stamp, str]] = {}
+        self._num_rows: dict[int, int] = {}
+
+    @property
+    def can_jump(self) -> bool:
+        """Whether rows may be read in any order at little cost."""
+        return all(file.can_jump for file in self.files)
 
     def read(
         self, ranges: Iterable[range] | None = None, *, duplicates: Container[int] = ()
@@ -85,13 +91,27 @@ class Manifest:
         """As ``read``, but a faulty row gives all of its faults, and ids are not compared."""
         limit = NO_LIMIT if self.limit is None else self.limit
         wanted = [range(limit)] if ranges is None else [range(r.start, min(r.stop, limit)) for r in ranges]
-        cursor = RowCursor(wanted)
+        return self.walk(RowCursor(wanted))
+
+    def walk(self, cursor: RowCursor) -> Iterator[ManifestRow | tuple[RowFault, ...]]:
+        """As ``check``, over the ranges of a cursor, which may get more between two items.
+
+        How many rows a file has is remembered once it was read to its end: it is passed over at once when
+        none of them is wanted.
+        """
         first_row = 0
-        for file in self.files:
+        for index, file in enumerate(self.files):
             cursor.wants(first_row)  # passes the ranges that ended with the file before
             if cursor.done:
                 return
-            first_row += yield from self._check_file(file, first_row, cursor)
+            known = self._num_rows.get(index)
+            if known is not None and not cursor.first_within(first_row, first_row + known):
+                first_row += known
+                continue
+            num_rows = yield from self._check_file(file, first_row, cursor)
+            first_row += num_rows
+            if not cursor.done:
+                self._num_rows[index] = num_rows
 
     def _check_file(
         self, file: Reader, first_row: int, cursor: RowCursor

@@ -9,7 +9,7 @@ import json
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
@@ -22,11 +22,13 @@ from offline_diffusion.data.files import replace_file, to_json
 from offline_diffusion.data.manifest import Manifest
 from offline_diffusion.data.readers.arrow import huggingface_features
 from offline_diffusion.data.rows import ManifestRow, RowFault
+from offline_diffusion.data.work import ShardCosts
 from offline_diffusion.errors import ManifestError
 
 INDEX_FILE = "manifest-index.json"
 DUPLICATES_FILE = "manifest-duplicates.npy"
-INDEX_VERSION = 1
+COSTS_FILE = "manifest-shard-costs.npy"
+INDEX_VERSION = 2
 
 _NO_ID = -1
 """Python never returns this as a hash."""
@@ -79,6 +81,8 @@ class ManifestIndex:
             ``datasets``, such as Image, are in its metadata.
         duplicates: Rows whose id an earlier good row has; for ``Manifest.read``.
         fingerprint: Of the manifest, see ``Manifest.fingerprint``.
+        shard_size: Rows of a shard, for which ``shard_costs`` holds; 0 where costs were not asked for.
+        shard_costs: A cost for each shard; see ``ShardCosts``.
     """
 
     num_rows: int
@@ -87,6 +91,8 @@ class ManifestIndex:
     carried_schema: pa.Schema
     duplicates: RowSet
     fingerprint: dict[str, Any]
+    shard_size: int = 0
+    shard_costs: array[float] = field(default_factory=lambda: array("d"))
 
     def save(self, folder: Path) -> None:
         """Writes the index into ``folder``, each file at once or not at all.
@@ -95,18 +101,23 @@ class ManifestIndex:
             OSError: The folder cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        buffer = io.BytesIO()
-        np.save(buffer, self.duplicates.to_numpy(), allow_pickle=False)
+        duplicates, costs = (
+            _npy(self.duplicates.to_numpy()),
+            _npy(np.array(self.shard_costs, dtype=np.float64)),
+        )
         content = {
             "version": INDEX_VERSION,
             "num_rows": self.num_rows,
             "num_faults": self.num_faults,
             "num_images": self.num_images,
             "carried_schema": base64.b64encode(self.carried_schema.serialize()).decode("ascii"),
-            "duplicates_digest": _digest(buffer.getvalue()),
+            "duplicates_digest": _digest(duplicates),
+            "shard_size": self.shard_size,
+            "costs_digest": _digest(costs),
             "fingerprint": self.fingerprint,
         }
-        replace_file(folder / DUPLICATES_FILE, buffer.getvalue(), folder)
+        replace_file(folder / DUPLICATES_FILE, duplicates, folder)
+        replace_file(folder / COSTS_FILE, costs, folder)
         replace_file(folder / INDEX_FILE, to_json(content), folder)
 
     @classmethod
@@ -115,14 +126,29 @@ class ManifestIndex:
         try:
             content = json.loads((folder / INDEX_FILE).read_bytes())
             duplicates = (folder / DUPLICATES_FILE).read_bytes()
-            if content["version"] != INDEX_VERSION or content["duplicates_digest"] != _digest(duplicates):
+            costs = (folder / COSTS_FILE).read_bytes()
+            digests = (content["duplicates_digest"], content["costs_digest"])
+            if content["version"] != INDEX_VERSION or digests != (_digest(duplicates), _digest(costs)):
                 return None
             schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["carried_schema"])))
             rows = np.load(io.BytesIO(duplicates), allow_pickle=False)
             counts = (content["num_rows"], content["num_faults"], content["num_images"])
-            return cls(*counts, schema, RowSet(rows.tolist()), content["fingerprint"])
+            return cls(
+                *counts,
+                schema,
+                RowSet(rows.tolist()),
+                content["fingerprint"],
+                content["shard_size"],
+                array("d", np.load(io.BytesIO(costs), allow_pickle=False)),
+            )
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
             return None
+
+
+def _npy(values: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, values, allow_pickle=False)
+    return buffer.getvalue()
 
 
 def _digest(content: bytes) -> str:
@@ -163,7 +189,10 @@ class IdTable:
 
 
 def scan(
-    manifest: Manifest, *, on_row: Callable[[ManifestRow | RowFault], None] | None = None
+    manifest: Manifest,
+    *,
+    on_row: Callable[[ManifestRow | RowFault], None] | None = None,
+    costs: ShardCosts | None = None,
 ) -> ManifestIndex:
     """Reads the whole manifest once, in flat memory: 8 bytes a row and one row at a time.
 
@@ -172,6 +201,7 @@ def scan(
     Args:
         manifest: What to read.
         on_row: Called with each row in order; does not know of duplicates yet.
+        costs: Gets every row, too; what it comes to is a part of the index.
 
     Raises:
         ManifestError: A file cannot be read to its end, or changed meanwhile.
@@ -191,6 +221,8 @@ def scan(
         else:
             ids.add(None)
             num_faults += 1
+        if costs is not None:
+            costs.add(item)
         if on_row is not None:
             on_row(item)
     duplicates = RowSet()
@@ -201,7 +233,8 @@ def scan(
     duplicates = RowSet(repeated)
     _require_unchanged(manifest, fingerprint)
     num_faults += len(duplicates)
-    return ManifestIndex(num_rows, num_faults, num_images, types.schema(), duplicates, fingerprint)
+    found = (num_rows, num_faults, num_images, types.schema(), duplicates, fingerprint)
+    return ManifestIndex(*found, *((costs.shard_size, costs.values) if costs else ()))
 
 
 def declared_types(manifest: Manifest) -> CarriedTypes:

@@ -37,6 +37,10 @@ class ParquetReader(FileReader):
         require_unique(self.name, tuple(schema.names))
         return schema
 
+    @property
+    def can_jump(self) -> bool:
+        return True
+
     def _open(self) -> pq.ParquetFile:
         source = self.file.path if self.file.is_local else self.file.open()
         try:
@@ -86,11 +90,14 @@ def _records_of(
 ) -> Iterator[Record]:
     """The wanted records of consecutive batches, the first of which starts at ``row``."""
     for batch in batches:
-        for wanted in cursor.within(row, row + batch.num_rows):
+        stop = row + batch.num_rows
+        # One at a time: the cursor may have got more by the time the part before is through.
+        while (wanted := cursor.first_within(row, stop)) is not None:
             part = batch.slice(wanted.start - row, len(wanted))
             for number, values in zip(wanted, batch_rows(part), strict=True):
                 yield Record(number, number - first_row + 1, values)
-        row += batch.num_rows
+            batch, row = batch.slice(wanted.stop - row), wanted.stop  # noqa: PLW2901
+        row = stop
         cursor.wants(row)
         if cursor.done:
             return
@@ -141,6 +148,10 @@ class SavedDatasetReader:
     name: str
     files: tuple[DataFile, ...]
     schema: pa.Schema
+
+    @property
+    def can_jump(self) -> bool:
+        return False
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         row = first_row
@@ -225,6 +236,10 @@ class HubDatasetReader:
     def schema(self) -> pa.Schema | None:
         features = self.dataset.features
         return None if features is None else features.arrow_schema
+
+    @property
+    def can_jump(self) -> bool:
+        return False
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         row = first_row

@@ -56,14 +56,33 @@ class Stamp(NamedTuple):
 
 
 class RowCursor:
-    """Sorted, disjoint ranges of row numbers, walked beside a reader that only goes forward."""
+    """Sorted, disjoint ranges of row numbers, walked beside a reader that only goes forward.
+
+    More ranges may be added while the reader waits at the last row of those before.
+    """
 
     def __init__(self, ranges: Iterable[range]) -> None:
-        self._ranges = [wanted for wanted in ranges if wanted]
+        self._ranges: list[range] = []
         self._next = 0
-        for before, after in zip(self._ranges, self._ranges[1:], strict=False):
-            if after.start < before.stop:
-                raise ValueError(f"ranges must be sorted and disjoint, got {before} before {after}")
+        for wanted in ranges:
+            self.add(wanted)
+
+    def add(self, wanted: range) -> None:
+        """Asks for one more range, behind the others.
+
+        Raises:
+            ValueError: It is not behind them.
+        """
+        if not wanted:
+            return
+        if self._ranges and wanted.start < (before := self._ranges[-1]).stop:
+            raise ValueError(f"ranges must be sorted and disjoint, got {before} before {wanted}")
+        self._ranges.append(wanted)
+
+    @property
+    def next_start(self) -> int:
+        """Where the current range, or the next one, begins; only while not ``done``."""
+        return self._ranges[self._next].start
 
     @property
     def done(self) -> bool:
@@ -78,6 +97,16 @@ class RowCursor:
                 return row >= current.start
             self._next += 1
         return False
+
+    def first_within(self, start: int, stop: int) -> range | None:
+        """The first of the parts that ``within`` gives, None when there is none."""
+        while self._next < len(self._ranges):
+            current = self._ranges[self._next]
+            if start < current.stop:
+                first = range(max(start, current.start), min(stop, current.stop))
+                return first or None
+            self._next += 1
+        return None
 
     def within(self, start: int, stop: int) -> list[range]:
         """The wanted parts of the rows ``start`` … ``stop - 1``; these must ascend, too."""
@@ -107,6 +136,10 @@ class Reader(Protocol):
     @property
     def schema(self) -> pa.Schema | None:
         """Columns and types where the file declares them; None where each row has its own."""
+
+    @property
+    def can_jump(self) -> bool:
+        """Whether reading may begin anywhere at little cost; else all rows before are passed over."""
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         """Reads forward, once; the first row of the file has the number ``first_row``."""
