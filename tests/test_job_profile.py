@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from job_fakes import SMALL, CountingEngine, Runner, make_rows, pixels_by_key, write_jsonl
+from resume_fakes import stop_at
 
 from offline_diffusion.engine import profile as profile_module
 from offline_diffusion.errors import TooManyFailuresError

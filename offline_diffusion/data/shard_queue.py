@@ -14,6 +14,7 @@ from offline_diffusion.data.claims import Claims, Newest, OwnerWatch, Verdict
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
+from offline_diffusion.data.partial import newest_generation
 
 LOOK_INTERVAL_S = 1.0
 """Between two looks at the shards of other workers."""
@@ -159,15 +160,15 @@ class ShardQueue:
 
     def _next_generation(self, index: int, newest: Mapping[int, Newest]) -> int | None:
         """The generation that may claim a shard now; None while its owner may be at work."""
-        owner = newest.get(index)
-        if owner is None:
-            return 0
-        if not owner.released:
-            verdict = self._watch.judge(self._claims.read(self._ledger.shards[index], owner.generation))
+        owner, shard = newest.get(index), self._ledger.shards[index]
+        if owner is not None and not owner.released:
+            verdict = self._watch.judge(self._claims.read(shard, owner.generation))
             if verdict != "dead":
                 self._held[index] = verdict
                 return None
-        return owner.generation + 1
+        # Above those too whose claims are gone, but not what they have made.
+        made = newest_generation(self._ledger.partials, shard.stem)
+        return max(made, -1 if owner is None else owner.generation) + 1
 
     def _is_published(self, index: int) -> bool:
         """Whether a shard was published since this worker began."""
