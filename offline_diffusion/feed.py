@@ -138,6 +138,8 @@ class Feed:
             shard, image = item
             self.pending[image.request.request_id] = (shard.index, image)
             engine.add_request(image.request)
+        elif self.queue.is_helping and engine.num_waiting > engine.num_running:
+            return  # enough to do: whoever needs the next shard first may have it
         elif (claimed := self.queue.take()) is not None:
             self._images = zip(repeat(claimed.shard), self._open_shard(claimed), strict=False)
             self.tally.check_failures(self.config.max_failures)

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offline_diffusion.config import LAYOUT_OPTIONS, PIXEL_OPTIONS, JobConfig
+from offline_diffusion.config import JobConfig
 from offline_diffusion.data.card import write_card
 from offline_diffusion.data.claims import Claims
 from offline_diffusion.data.heartbeat import drop_old_heartbeats
-from offline_diffusion.data.job_file import JobIdentity
 from offline_diffusion.data.layout import PROFILE
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
@@ -29,6 +28,7 @@ from offline_diffusion.engine.cost import MeasuredCost, measured_cost
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.feed import WAIT_S, Feed, row_defaults, unfinished_shards
+from offline_diffusion.identity import job_identity
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 from offline_diffusion.progress import (
     Observer,
@@ -137,23 +137,6 @@ def _load_engine(config: JobConfig, checkpoint: Checkpoint) -> Engine:
     return Engine(load_model(config, checkpoint), config)
 
 
-def _content(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a manifest's fingerprint makes it another one; a file only moved or touched does not."""
-    files = [{key: file[key] for key in ("size", "digest")} for file in fingerprint["files"]]
-    return {**fingerprint, "files": files}
-
-
-def _compute_kind(config: JobConfig) -> dict[str, str]:
-    """What ``auto`` comes to here of everything that changes an image's last bits."""
-    from offline_diffusion.attention.backends import load_backend
-    from offline_diffusion.models.loader import resolve_device, resolve_dtype
-
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    backend, _ = load_backend(config.attention_backend, device, dtype)
-    return {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "attention_backend": backend}
-
-
 @dataclass
 class _Task:
     config: JobConfig
@@ -180,7 +163,9 @@ class _Task:
         index = self._index(manifest, index_folder, checkpoint)
         for note in manifest.notes:
             self.say(note)
-        ledger.open(self._identity(checkpoint, index), allow_manifest_change=config.allow_manifest_change)
+        ledger.open(
+            job_identity(config, checkpoint, index), allow_manifest_change=config.allow_manifest_change
+        )
         index.save(index_folder)
         # By cost: every task comes to the same shares, and draws its own first.
         share = assign_shards(index.shard_costs, config.num_tasks)[config.task_index]
@@ -205,6 +190,7 @@ class _Task:
         index, shard_size = ManifestIndex.load(folder), self.config.shard_size
         is_usable = index is not None and index.shard_size == shard_size
         if index is not None and is_usable and not same_manifest(index.fingerprint, manifest):
+            manifest.recall(index.places, index.row_counts)
             return index
         num_rows = 0
 
@@ -222,21 +208,6 @@ class _Task:
         meter = WorkMeter(checkpoint.capabilities, row_defaults(self.config))
         with self.stages.stage("scan"):
             return scan(manifest, on_row=count, costs=ShardCosts(meter, shard_size))
-
-    def _identity(self, checkpoint: Checkpoint, index: ManifestIndex) -> JobIdentity:
-        told_elsewhere = {"model", "revision", "map", "limit"}  # by the model's and the manifest's identity
-        names = set(PIXEL_OPTIONS + LAYOUT_OPTIONS) - told_elsewhere
-        if self.config.image_format != "jpeg":
-            names.remove("image_level")  # the others lose nothing
-        options = self.config.model_dump(mode="json", include=names) | _compute_kind(self.config)
-        return JobIdentity(
-            model=checkpoint.identity,
-            manifest=_content(index.fingerprint),
-            options=options,
-            num_rows=index.num_rows,
-            shard_size=self.config.shard_size,
-            carried_schema=index.carried_schema,
-        )
 
     def _queue(
         self,

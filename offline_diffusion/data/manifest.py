@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -17,6 +18,7 @@ from offline_diffusion.data.columns import (
 )
 from offline_diffusion.data.readers.base import BrokenRecord, Reader, Record, RowCursor, Stamp
 from offline_diffusion.data.readers.files import DAMAGED_HINT, READ_ERRORS
+from offline_diffusion.data.readers.lines import TextReader
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.sources import SourceExpander
 from offline_diffusion.data.values import show
@@ -64,6 +66,26 @@ class Manifest:
     def can_jump(self) -> bool:
         """Whether rows may be read in any order at little cost."""
         return all(file.can_jump for file in self.files)
+
+    def known_places(self) -> array[int]:
+        """Where rows begin in text files, as far as they were read: file, row, line and byte of each."""
+        texts = [(index, file) for index, file in enumerate(self.files) if isinstance(file, TextReader)]
+        return array(
+            "q", (value for index, file in texts for place in file.places for value in (index, *place))
+        )
+
+    def known_row_counts(self) -> dict[int, int]:
+        """Rows of each file that was read to its end, by its place in ``files``."""
+        return dict(self._num_rows)
+
+    def recall(self, places: Sequence[int], row_counts: Mapping[int, int]) -> None:
+        """Takes over what was known when the files were read before; they must be the same."""
+        self._num_rows.update(row_counts)
+        for start in range(0, len(places), 4):
+            index, *place = places[start : start + 4]
+            file = self.files[index]
+            if isinstance(file, TextReader):
+                file.places.learn(*place)
 
     def read(
         self, ranges: Iterable[range] | None = None, *, duplicates: Container[int] = ()

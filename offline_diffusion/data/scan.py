@@ -28,6 +28,8 @@ from offline_diffusion.errors import ManifestError
 INDEX_FILE = "manifest-index.json"
 DUPLICATES_FILE = "manifest-duplicates.npy"
 COSTS_FILE = "manifest-shard-costs.npy"
+PLACES_FILE = "manifest-places.npy"
+_ARRAY_FILES = (DUPLICATES_FILE, COSTS_FILE, PLACES_FILE)
 INDEX_VERSION = 2
 
 _NO_ID = -1
@@ -83,6 +85,7 @@ class ManifestIndex:
         fingerprint: Of the manifest, see ``Manifest.fingerprint``.
         shard_size: Rows of a shard, for which ``shard_costs`` holds; 0 where costs were not asked for.
         shard_costs: A cost for each shard; see ``ShardCosts``.
+        row_counts, places: Rows of every file, and where rows begin in it; for ``Manifest.recall``.
     """
 
     num_rows: int
@@ -93,6 +96,8 @@ class ManifestIndex:
     fingerprint: dict[str, Any]
     shard_size: int = 0
     shard_costs: array[float] = field(default_factory=lambda: array("d"))
+    row_counts: dict[int, int] = field(default_factory=dict)
+    places: array[int] = field(default_factory=lambda: array("q"))
 
     def save(self, folder: Path) -> None:
         """Writes the index into ``folder``, each file at once or not at all.
@@ -101,23 +106,24 @@ class ManifestIndex:
             OSError: The folder cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        duplicates, costs = (
-            _npy(self.duplicates.to_numpy()),
-            _npy(np.array(self.shard_costs, dtype=np.float64)),
-        )
+        arrays = {
+            DUPLICATES_FILE: _npy(self.duplicates.to_numpy()),
+            COSTS_FILE: _npy(np.array(self.shard_costs, dtype=np.float64)),
+            PLACES_FILE: _npy(np.array(self.places, dtype=np.int64)),
+        }
         content = {
             "version": INDEX_VERSION,
             "num_rows": self.num_rows,
             "num_faults": self.num_faults,
             "num_images": self.num_images,
             "carried_schema": base64.b64encode(self.carried_schema.serialize()).decode("ascii"),
-            "duplicates_digest": _digest(duplicates),
+            "digests": {name: _digest(stored) for name, stored in arrays.items()},
             "shard_size": self.shard_size,
-            "costs_digest": _digest(costs),
+            "row_counts": sorted(self.row_counts.items()),
             "fingerprint": self.fingerprint,
         }
-        replace_file(folder / DUPLICATES_FILE, duplicates, folder)
-        replace_file(folder / COSTS_FILE, costs, folder)
+        for name, stored in arrays.items():
+            replace_file(folder / name, stored, folder)
         replace_file(folder / INDEX_FILE, to_json(content), folder)
 
     @classmethod
@@ -125,21 +131,23 @@ class ManifestIndex:
         """The index in ``folder``; None when there is none, or none that this version can use."""
         try:
             content = json.loads((folder / INDEX_FILE).read_bytes())
-            duplicates = (folder / DUPLICATES_FILE).read_bytes()
-            costs = (folder / COSTS_FILE).read_bytes()
-            digests = (content["duplicates_digest"], content["costs_digest"])
-            if content["version"] != INDEX_VERSION or digests != (_digest(duplicates), _digest(costs)):
+            if content["version"] != INDEX_VERSION:
                 return None
-            schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["carried_schema"])))
-            rows = np.load(io.BytesIO(duplicates), allow_pickle=False)
-            counts = (content["num_rows"], content["num_faults"], content["num_images"])
+            digests = content["digests"]
+            arrays = {name: (folder / name).read_bytes() for name in _ARRAY_FILES}
+            if any(digests[name] != _digest(stored) for name, stored in arrays.items()):
+                return None
             return cls(
-                *counts,
-                schema,
-                RowSet(rows.tolist()),
-                content["fingerprint"],
-                content["shard_size"],
-                array("d", np.load(io.BytesIO(costs), allow_pickle=False)),
+                num_rows=content["num_rows"],
+                num_faults=content["num_faults"],
+                num_images=content["num_images"],
+                carried_schema=pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["carried_schema"]))),
+                duplicates=RowSet(_from_npy(arrays[DUPLICATES_FILE]).tolist()),
+                fingerprint=content["fingerprint"],
+                shard_size=content["shard_size"],
+                shard_costs=array("d", _from_npy(arrays[COSTS_FILE]).tolist()),
+                row_counts={int(file): int(count) for file, count in content["row_counts"]},
+                places=array("q", _from_npy(arrays[PLACES_FILE]).tolist()),
             )
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
             return None
@@ -149,6 +157,10 @@ def _npy(values: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, values, allow_pickle=False)
     return buffer.getvalue()
+
+
+def _from_npy(stored: bytes) -> np.ndarray:
+    return np.asarray(np.load(io.BytesIO(stored), allow_pickle=False))
 
 
 def _digest(content: bytes) -> str:
@@ -233,8 +245,18 @@ def scan(
     duplicates = RowSet(repeated)
     _require_unchanged(manifest, fingerprint)
     num_faults += len(duplicates)
-    found = (num_rows, num_faults, num_images, types.schema(), duplicates, fingerprint)
-    return ManifestIndex(*found, *((costs.shard_size, costs.values) if costs else ()))
+    return ManifestIndex(
+        num_rows=num_rows,
+        num_faults=num_faults,
+        num_images=num_images,
+        carried_schema=types.schema(),
+        duplicates=duplicates,
+        fingerprint=fingerprint,
+        shard_size=costs.shard_size if costs else 0,
+        shard_costs=costs.values if costs else array("d"),
+        row_counts=manifest.known_row_counts(),
+        places=manifest.known_places(),
+    )
 
 
 def declared_types(manifest: Manifest) -> CarriedTypes:

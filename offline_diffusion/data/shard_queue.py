@@ -72,6 +72,11 @@ class ShardQueue:
         """Rows of this worker's share that were not come to yet."""
 
     @property
+    def is_helping(self) -> bool:
+        """Whether the next shard is of another worker's share."""
+        return not self._own and bool(self._others)
+
+    @property
     def num_left_to_others(self) -> int:
         """Shards that other workers have and have not published."""
         return sum(not self._is_published(index) for index in self._held)

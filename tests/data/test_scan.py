@@ -21,6 +21,7 @@ from offline_diffusion.data.scan import (
     COSTS_FILE,
     DUPLICATES_FILE,
     INDEX_FILE,
+    PLACES_FILE,
     ManifestIndex,
     RowSet,
     scan,
@@ -135,6 +136,7 @@ def test_an_index_survives_the_disk(tmp_path: Path) -> None:
         COSTS_FILE,
         DUPLICATES_FILE,
         INDEX_FILE,
+        PLACES_FILE,
     }
 
 
@@ -174,6 +176,7 @@ def test_an_index_that_cannot_be_used_is_none(tmp_path: Path) -> None:
         (INDEX_FILE, b'{"version": 0}'),
         (DUPLICATES_FILE, b""),
         (COSTS_FILE, b""),
+        (PLACES_FILE, b""),
         (DUPLICATES_FILE, b"\x93NUMPY garbage"),
     ):
         index.save(folder)

@@ -22,14 +22,28 @@ def _command(*args: str | Path) -> list[str]:
     return [sys.executable, "-m", "offline_diffusion.cli.main", *map(str, args)]
 
 
-class Process:
-    """A command at work; ``lines`` are what it has said on standard error so far."""
+_WITH_STALE_S = """
+import sys
+from offline_diffusion.cli.main import main
+from offline_diffusion.data import heartbeat, sink
+heartbeat.STALE_S, sink.INTERVAL_S = float(sys.argv[1]), 0.2
+sys.argv[1:] = sys.argv[2:]
+main()
+"""
 
-    def __init__(self, *args: str | Path) -> None:
+
+class Process:
+    """A command at work; ``lines`` are what it has said on standard error so far.
+
+    With ``stale_s`` it takes another worker for dead after so many seconds of silence.
+    """
+
+    def __init__(self, *args: str | Path, stale_s: float | None = None) -> None:
         self.lines: list[str] = []
-        self._popen = subprocess.Popen(
-            _command(*args), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        command = _command(*args)
+        if stale_s is not None:
+            command = [sys.executable, "-c", _WITH_STALE_S, str(stale_s), *map(str, args)]
+        self._popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -59,7 +59,8 @@ class TextReader(FileReader, Generic[ItemT]):
     """A file of which each part makes a row. Where rows begin is remembered, so that they are jumped to."""
 
     @cached_property
-    def _places(self) -> Places:
+    def places(self) -> Places:
+        """Those that were come by."""
         return Places()
 
     @property
@@ -75,7 +76,7 @@ class TextReader(FileReader, Generic[ItemT]):
         raise NotImplementedError
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
-        places, can_jump = self._places, self.can_jump
+        places, can_jump = self.places, self.can_jump
         with self.file.open_decompressed() as stream:
             place: Place | None = START
             while place is not None:
@@ -84,13 +85,13 @@ class TextReader(FileReader, Generic[ItemT]):
                     stream.seek(place.offset)
                 start, place = place, None
                 for number, offset, item in self.items(stream, start):
-                    if not (row - first_row) % ROWS_A_PLACE:
+                    if can_jump and not (row - first_row) % ROWS_A_PLACE:
                         places.learn(row - first_row, number, offset)
                     if cursor.wants(row):
                         yield Record(row, number, self.values(item))
                     elif cursor.done:
                         break
-                    elif row - first_row < places.end and can_jump:
+                    elif row - first_row < places.end:
                         place = places.before(cursor.next_start - first_row)
                         if place.row > row - first_row:
                             break

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterator
 from typing import NamedTuple
 
-ROWS_A_PLACE = 256
+ROWS_A_PLACE = 512
 
 
 class Place(NamedTuple):
@@ -42,3 +43,6 @@ class Places:
         if index < 0:
             return START
         return Place(self._rows[index], self._lines[index], self._offsets[index])
+
+    def __iter__(self) -> Iterator[Place]:
+        return map(Place, self._rows, self._lines, self._offsets)
