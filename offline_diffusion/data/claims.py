@@ -19,9 +19,11 @@ from typing import Any, Literal
 from offline_diffusion.data import heartbeat
 from offline_diffusion.data.files import create_file, disk_errors, read_json, to_json
 from offline_diffusion.data.heartbeat import heartbeat_path, read_heartbeat
-from offline_diffusion.data.layout import CLAIMS, SCRATCH, Shard
+from offline_diffusion.data.layout import SCRATCH, STATE, Shard
 from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
 from offline_diffusion.errors import JobError
+
+CLAIMS = f"{STATE}/claims"
 
 MAX_LOOK_GAP_S = 5.0
 """An owner's silence counts for no more than this from one look to the next: an observer that was frozen

@@ -15,8 +15,6 @@ SHARDS, PARTIALS, SCRATCH, TASKS, PROFILE = (
     f"{STATE}/{name}" for name in ("shards", "partial", "tmp", "tasks", "profile")
 )
 
-CLAIMS = f"{STATE}/claims"
-
 _MARKER_NAME = re.compile(r"shard-(\d{5,})\.json")
 
 

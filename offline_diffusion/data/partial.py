@@ -68,14 +68,9 @@ class Slot(NamedTuple):
 
 def new_partial_path(folder: Path, stem: str) -> Path:
     """A fresh name that sorts behind all partials of the shard: the newest attempt owns the shard."""
-    generation = newest_generation(folder, stem) + 1
-    return folder / f"{stem}.{generation:06d}-{secrets.token_hex(4)}.arrows"
-
-
-def newest_generation(folder: Path, stem: str) -> int:
-    """The highest generation that a shard's partials have; -1 without partials."""
     newest = partial_paths(folder, stem)
-    return int(newest[-1].name.split(".")[1].split("-")[0]) if newest else -1
+    generation = int(newest[-1].name.split(".")[1].split("-")[0]) + 1 if newest else 0
+    return folder / f"{stem}.{generation:06d}-{secrets.token_hex(4)}.arrows"
 
 
 def partial_paths(folder: Path, stem: str) -> list[Path]:

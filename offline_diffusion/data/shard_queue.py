@@ -14,7 +14,7 @@ from offline_diffusion.data.claims import Claims, Newest, OwnerWatch, Verdict
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
-from offline_diffusion.data.partial import newest_generation
+from offline_diffusion.data.partial import partial_paths
 
 LOOK_INTERVAL_S = 1.0
 """Between two looks at the shards of other workers."""
@@ -172,8 +172,9 @@ class ShardQueue:
                 self._held[index] = verdict
                 return None
         # Above those too whose claims are gone, but not what they have made.
-        made = newest_generation(self._ledger.partials, shard.stem)
-        return max(made, -1 if owner is None else owner.generation) + 1
+        partials = partial_paths(self._ledger.partials, shard.stem)
+        made = (int(path.name.split(".")[1].split("-")[0]) for path in partials)
+        return max([-1 if owner is None else owner.generation, *made]) + 1
 
     def _is_published(self, index: int) -> bool:
         """Whether a shard was published since this worker began."""
