@@ -164,7 +164,7 @@ class _Task:
         for note in manifest.notes:
             self.say(note)
         if config.num_tasks > 1 and not manifest.can_jump:
-            self.say("the manifest can only be read from its beginning: other tasks' shards are taken in order")
+            self.say("the manifest cannot be read in jumps: other tasks' shards are taken in order")
         ledger.open(
             job_identity(config, checkpoint, index), allow_manifest_change=config.allow_manifest_change
         )
