@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from manifest_fakes import opened
 
 from offline_diffusion.data.manifest import Manifest
+from offline_diffusion.data.readers import files, lines
 from offline_diffusion.data.readers.places import ROWS_A_PLACE
 from offline_diffusion.data.row_reader import RowReader
 from offline_diffusion.data.rows import RowFault
@@ -62,12 +63,12 @@ def shards(size: int) -> list[range]:
 
 
 def check(manifest: Manifest, order: list[range]) -> None:
-    reader, lines = RowReader(manifest), [item.line for item in manifest.read()]
+    reader, numbers = RowReader(manifest), [item.line for item in manifest.read()]
     for wanted in order:
         rows = reader.read(wanted)
         assert [row.row for row in rows] == list(wanted)
         assert [getattr(row, "prompt", None) for row in rows] == [prompt(n) for n in wanted]
-        assert [row.line for row in rows] == [lines[n] for n in wanted]
+        assert [row.line for row in rows] == [numbers[n] for n in wanted]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,3 +141,27 @@ def test_duplicates_are_faults_and_a_manifest_may_end_early(folder: Path) -> Non
     assert [isinstance(row, RowFault) for row in reader.read(range(2, 5))] == [False, True, False]
     assert len(reader.read(range(NUM_ROWS - 2, NUM_ROWS + 5))) == 2
     assert [row.row for row in reader.read(range(0, 2))] == [0, 1]
+
+
+def test_a_file_that_was_not_read_to_its_end_has_no_known_length(folder: Path) -> None:
+    manifest = opened(folder / "m.jsonl", folder / "m.txt")
+    assert len(list(manifest.read([range(3)]))) == 3
+    assert manifest.known_row_counts() == {}
+    (row,) = RowReader(manifest).read(range(NUM_ROWS + 4, NUM_ROWS + 5))
+    assert (row.row, row.line, getattr(row, "prompt", None)) == (NUM_ROWS + 4, 5, prompt(4))
+    list(manifest.read())
+    assert manifest.known_row_counts() == {0: NUM_ROWS, 1: NUM_ROWS}
+
+
+def test_rows_behind_one_that_is_too_long_are_jumped_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (files, lines):
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
+    path = tmp_path / "m.jsonl"
+    texts = (f"cup {n}{'!' * 450 * (n == 5)}" for n in range(NUM_ROWS))
+    path.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in texts))
+    manifest = opened(path)
+    assert [isinstance(row, RowFault) for row in manifest.read()][4:7] == [False, True, False]
+    (row,) = RowReader(manifest).read(range(NUM_ROWS - 9, NUM_ROWS - 8))
+    assert (row.line, getattr(row, "prompt", None)) == (NUM_ROWS - 8, f"cup {NUM_ROWS - 9}")
