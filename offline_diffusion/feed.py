@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from offline_diffusion.engine.engine import Engine
 
 
-WAIT_S = 0.05
-"""Between two looks for a shard while the engine has nothing to do."""
+IDLE_S = 0.002
+"""Between two looks for a shard while the engine has nothing to do; a loop may look many times before it
+sees a request to stop."""
 
 
 def row_defaults(config: JobConfig) -> RowDefaults:
@@ -146,7 +147,7 @@ class Feed:
         elif self.queue.is_open:
             engine.close_source()  # as far as is known; what a dead worker left may follow
             if not engine.has_unfinished:
-                time.sleep(WAIT_S)
+                time.sleep(IDLE_S)
         else:
             self.open = False
             engine.close_source()

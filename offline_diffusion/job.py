@@ -27,7 +27,7 @@ from offline_diffusion.data.work import ShardCosts, WorkMeter
 from offline_diffusion.engine.cost import MeasuredCost, measured_cost
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.errors import JobInterrupted
-from offline_diffusion.feed import WAIT_S, Feed, row_defaults, unfinished_shards
+from offline_diffusion.feed import Feed, row_defaults, unfinished_shards
 from offline_diffusion.identity import job_identity
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 from offline_diffusion.progress import (
@@ -54,6 +54,7 @@ DRAIN_S = 20.0
 Slurm and Kubernetes commonly leave between SIGTERM and SIGKILL."""
 
 PROGRESS_INTERVAL_S = 0.25
+WAIT_S = 0.05
 SCAN_REPORT_ROWS = 5_000
 NUM_ENCODE_THREADS = min(8, os.cpu_count() or 1)
 
@@ -238,10 +239,13 @@ class _Task:
 
         No model is loaded when all that is left is in other workers' hands.
         """
-        while (has_work := queue.has_work()) is None:
+        if (has_work := queue.has_work()) is None:
+            self.say("all that is left is other workers': looking whether these are alive")
+        while has_work is None:
             if self.stop.requests:
                 return False
             time.sleep(WAIT_S)
+            has_work = queue.has_work()
         finished = True
         if has_work:
             self.observer(Progress(phase="loading", num_images=index.num_images))

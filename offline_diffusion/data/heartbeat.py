@@ -110,14 +110,13 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
 def drop_old_heartbeats(out: Path, task: int, worker: str) -> None:
     """Leaves only the newest few signs of a task's earlier workers.
 
-    A live one would only put its file back: claims that its absence could loosen are watched for longer
-    than that takes.
+    What changed lately stays; times are the file system's own. Should a live worker lose its file all the
+    same, it only puts it back: nobody is taken for dead in so short a time.
     """
     own = heartbeat_path(out, task, worker)
-    dated = []
-    for path in own.parent.glob(f"task-{task:05d}.*json"):
-        with contextlib.suppress(OSError):
-            if path != own:
-                dated.append((path.stat().st_mtime_ns, path))
-    for _, path in sorted(dated)[:-MAX_KEPT]:
-        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        oldest_fresh_ns = own.stat().st_mtime_ns - STALE_S * 1e9
+        dated = [(path.stat().st_mtime_ns, path) for path in own.parent.glob(f"task-{task:05d}.*json")]
+        old = sorted(each for each in dated if each[0] < oldest_fresh_ns)
+        for _, path in old[:-MAX_KEPT]:
+            path.unlink(missing_ok=True)

@@ -207,12 +207,14 @@ def test_two_workers_of_one_task_never_write_the_same_file(ledger: Ledger) -> No
 def test_signs_of_dead_workers_do_not_pile_up(ledger: Ledger) -> None:
     for number in range(50):
         write_heartbeat(ledger.out, Heartbeat(task=1, num_tasks=2, worker=f"w{number}"))
-        path = heartbeat_path(ledger.out, 1, f"w{number}")
-        os.utime(path, ns=(number, number))
         drop_old_heartbeats(ledger.out, 1, f"w{number}")
+        os.utime(heartbeat_path(ledger.out, 1, f"w{number}"), (number, number))
+    for worker in "abcdefgh":  # all at work now
+        write_heartbeat(ledger.out, Heartbeat(task=1, num_tasks=2, worker=worker))
+        drop_old_heartbeats(ledger.out, 1, worker)
     write_heartbeat(ledger.out, Heartbeat(task=0, num_tasks=2, worker="other"))
     kept = [beat.worker for beat in read_heartbeats(ledger.out)]
-    assert kept == ["other", *(f"w{number}" for number in range(49 - MAX_KEPT, 50))]
+    assert kept == ["other", *(f"w{number}" for number in range(50 - MAX_KEPT, 50)), *"abcdefgh"]
 
 
 def test_signs_of_the_format_before_are_read(ledger: Ledger) -> None:
