@@ -39,7 +39,7 @@ def test_what_a_live_worker_holds_is_left_to_it(manifest: Path, tmp_path: Path) 
     (summary,) = later
     assert second.engine is None, "a model was loaded for nothing"
     assert not summary.interrupted
-    assert summary.num_ok + int(said[-1].split()[0]) == NUM_ROWS
+    assert summary.num_ok + int(said[-1].split()[0]) >= NUM_ROWS  # the first goes on publishing meanwhile
     assert said[-1].endswith("left to other workers, which are at work on them")
     assert sum(first.finished.values()) == NUM_ROWS
     assert verify(out).pending == verify(out).problems == []
