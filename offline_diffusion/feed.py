@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
 
 from offline_diffusion.config import JobConfig
-from offline_diffusion.data.layout import Shard
+from offline_diffusion.data.layout import Shard, make_shards
 from offline_diffusion.data.manifest import Manifest
+from offline_diffusion.data.marker import Marker
+from offline_diffusion.data.row_reader import RowReader
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowDefaults, RowFault, RowImages, resolve_row
 from offline_diffusion.data.scan import ManifestIndex
+from offline_diffusion.data.shard_queue import ClaimedShard, ShardQueue
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.errors import ManifestError
 from offline_diffusion.models.capabilities import Capabilities
@@ -20,6 +24,11 @@ from offline_diffusion.step_saver import States, StepSaver
 
 if TYPE_CHECKING:
     from offline_diffusion.engine.engine import Engine
+
+
+IDLE_S = 0.002
+"""Between two looks for a shard while the engine has nothing to do; a loop may look many times before it
+sees a request to stop."""
 
 
 def row_defaults(config: JobConfig) -> RowDefaults:
@@ -33,6 +42,38 @@ def row_defaults(config: JobConfig) -> RowDefaults:
         seed=config.seed,
         on_bad_size=config.on_bad_size,
     )
+
+
+def unfinished_shards(
+    markers: Mapping[int, Marker],
+    config: JobConfig,
+    manifest: Manifest,
+    index: ManifestIndex,
+    capabilities: Capabilities,
+) -> dict[int, Marker | None]:
+    """Shards not published yet, and with ``--retry-failed`` those where something may go better now.
+
+    Args:
+        markers: What is published, by shard.
+        config: The job.
+        manifest, index: All rows.
+        capabilities: Of the model.
+
+    Returns:
+        By index, each with the publication that is to be made again, if any.
+    """
+    shards = make_shards(index.num_rows, config.shard_size)
+    wanted = set(range(len(shards))) - markers.keys()
+    if config.retry_failed:
+        wanted |= {number for number, marker in markers.items() if marker.num_failed}
+        wanted |= with_other_faults(
+            [(shards[n], each.num_invalid_rows) for n, each in markers.items() if each.has_failures],
+            manifest=manifest,
+            index=index,
+            capabilities=capabilities,
+            defaults=row_defaults(config),
+        )
+    return {number: markers.get(number) for number in sorted(wanted)}
 
 
 def with_other_faults(
@@ -71,6 +112,9 @@ def _resolve(
 class Feed:
     """Opens shards and hands their images to the engine, each made when its turn comes.
 
+    A shard is claimed when its turn comes, so that no more are held than are worked on. When none can be
+    claimed but owners are still watched (see `ShardQueue`), the feed stays open and waits with the engine.
+
     ``pending`` are those at the engine by request id; ``num_dropped`` those it gave back undrawn.
     ``steps_before`` has for images that go on the steps of earlier runs, by request id.
     """
@@ -82,18 +126,17 @@ class Feed:
     capabilities: Capabilities
     sink: Sink
     saver: StepSaver
-    shards: list[Shard]
+    queue: ShardQueue
     open: bool = True
     pending: dict[str, tuple[int, ImageTask]] = field(default_factory=dict)
     num_dropped: int = 0
     steps_before: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ranges = [range(shard.start, shard.stop) for shard in self.shards]
-        self._rows = self.manifest.read(ranges, duplicates=self.index.duplicates)
-        self._unopened = iter(self.shards)
+        self._rows = RowReader(self.manifest, duplicates=self.index.duplicates)
         self._images: Iterator[tuple[Shard, ImageTask]] = iter(())
         self._begun: States = {}  # of the shard opened last, until they are at the engine
+        self.tally.num_rows = self.queue.num_rows_ahead
 
     def add_to(self, engine: Engine) -> None:
         """Hands the engine the next image, or opens the next shard; closes when there is none."""
@@ -101,9 +144,15 @@ class Feed:
             shard, image = item
             self.pending[image.request.request_id] = (shard.index, image)
             engine.add_request(image.request, self._begun.pop((image.row, image.image_index), None))
-        elif (unopened := next(self._unopened, None)) is not None:
-            self._images = zip(repeat(unopened), self._open_shard(unopened), strict=False)
+        elif self.queue.is_helping and engine.num_waiting > engine.num_running:
+            return  # enough to do: whoever needs the next shard first may have it
+        elif (claimed := self.queue.take()) is not None:
+            self._images = zip(repeat(claimed.shard), self._open_shard(claimed), strict=False)
             self.tally.check_failures(self.config.max_failures)
+        elif self.queue.is_open:
+            engine.close_source()  # as far as is known; what a dead worker left may follow
+            if not engine.has_unfinished:
+                time.sleep(IDLE_S)
         else:
             self.open = False
             engine.close_source()
@@ -116,7 +165,7 @@ class Feed:
         return capabilities.forward_flops(tokens) * num_steps * (1 + request.cfg_active)
 
     def _read_rows(self, shard: Shard) -> list[ManifestRow | RowFault]:
-        rows = list(islice(self._rows, shard.num_rows))
+        rows = self._rows.read(range(shard.start, shard.stop))
         if len(rows) < shard.num_rows:
             raise ManifestError(
                 f"the manifest ends at row {shard.start + len(rows):,}; "
@@ -125,8 +174,9 @@ class Feed:
             )
         return rows
 
-    def _open_shard(self, shard: Shard) -> Iterator[ImageTask]:
+    def _open_shard(self, claimed: ClaimedShard) -> Iterator[ImageTask]:
         """The images of a shard that are not there yet."""
+        shard = claimed.shard
         rows = self._read_rows(shard)
         defaults = row_defaults(self.config)
         asked: list[RowImages] = []
@@ -139,6 +189,7 @@ class Feed:
                 asked.append(resolved)
         finished = self.sink.open_shard(shard, rows, retry_failed=self.config.retry_failed)
         self.tally.num_rows_opened += shard.num_rows
+        self.tally.num_rows = self.tally.num_rows_opened + self.queue.num_rows_ahead
         for images in asked:
             self._count(images, finished.num_in_row(images.row))
         self._begun = self.saver.open_shard(shard, rows, asked, finished)

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offline_diffusion.config import LAYOUT_OPTIONS, PIXEL_OPTIONS, JobConfig
+from offline_diffusion.config import JobConfig
 from offline_diffusion.data.card import write_card
-from offline_diffusion.data.job_file import JobIdentity
-from offline_diffusion.data.layout import PROFILE, Shard, make_shards
+from offline_diffusion.data.claims import Claims
+from offline_diffusion.data.heartbeat import drop_old_heartbeats
+from offline_diffusion.data.layout import PROFILE
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
 from offline_diffusion.data.marker import Marker
-from offline_diffusion.data.plan import task_shards
+from offline_diffusion.data.plan import assign_shards
+from offline_diffusion.data.process import new_worker_name
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
+from offline_diffusion.data.shard_queue import ShardQueue
 from offline_diffusion.data.sink import Sink
+from offline_diffusion.data.work import ShardCosts, WorkMeter
 from offline_diffusion.engine.cost import MeasuredCost, measured_cost
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.errors import JobInterrupted, OffdiffError
-from offline_diffusion.feed import Feed, row_defaults, with_other_faults
+from offline_diffusion.feed import Feed, row_defaults, unfinished_shards
+from offline_diffusion.identity import job_identity
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 from offline_diffusion.progress import (
     Observer,
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["JobSummary", "Progress", "StopFlag", "row_defaults", "run_task"]
 
 PROGRESS_INTERVAL_S = 0.25
+WAIT_S = 0.05
 SCAN_REPORT_ROWS = 5_000
 NUM_ENCODE_THREADS = min(8, os.cpu_count() or 1)
 
@@ -57,9 +62,10 @@ MakeEngine = Callable[[JobConfig, Checkpoint], "Engine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSummary:
-    """What a task did. Counts are of this task's shards, earlier runs included; ``seconds``,
-    ``images_per_s`` and ``cost`` are of this run, ``cost`` None when it drew too little to tell;
-    ``profile`` is what ``--profile`` measured, see ``engine.profile``."""
+    """What a task did. Counts are of this task's share and of what else it took, earlier runs and the
+    help of other workers included; ``seconds``, ``images_per_s`` and ``cost`` are of this run, ``cost``
+    None when it drew too little to tell; ``profile`` is what ``--profile`` measured, see
+    ``engine.profile``."""
 
     out: Path
     num_rows: int
@@ -85,7 +91,7 @@ def run_task(
     say: Say | None = None,
     make_engine: MakeEngine | None = None,
 ) -> JobSummary:
-    """Runs what is left of one task's shards.
+    """Runs what is left of one task's share, then helps with what nobody works on.
 
     Args:
         config: The job.
@@ -132,23 +138,6 @@ def _load_engine(config: JobConfig, checkpoint: Checkpoint) -> Engine:
     return Engine(load_model(config, checkpoint), config)
 
 
-def _content(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a manifest's fingerprint makes it another one; a file only moved or touched does not."""
-    files = [{key: file[key] for key in ("size", "digest")} for file in fingerprint["files"]]
-    return {**fingerprint, "files": files}
-
-
-def _compute_kind(config: JobConfig) -> dict[str, str]:
-    """What ``auto`` comes to here of everything that changes an image's last bits."""
-    from offline_diffusion.attention.backends import load_backend
-    from offline_diffusion.models.loader import resolve_device, resolve_dtype
-
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    backend, _ = load_backend(config.attention_backend, device, dtype)
-    return {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "attention_backend": backend}
-
-
 @dataclass
 class _Task:
     config: JobConfig
@@ -159,6 +148,7 @@ class _Task:
     tally: Tally = field(default_factory=Tally)
     profiler: Profiler | None = None
     cost: MeasuredCost | None = None
+    worker: str = field(default_factory=new_worker_name)
     _last_report: float = 0.0
 
     def __post_init__(self) -> None:
@@ -174,36 +164,39 @@ class _Task:
         checkpoint = find_checkpoint(config.model, config.revision)
         ledger = Ledger(config.out)
         index_folder = ledger.out / "_state" / "manifest"
-        index = self._index(manifest, index_folder)
+        index = self._index(manifest, index_folder, checkpoint)
         for note in manifest.notes:
             self.say(note)
-        ledger.open(self._identity(checkpoint, index), allow_manifest_change=config.allow_manifest_change)
+        if config.num_tasks > 1 and not manifest.can_jump:
+            self.say("the manifest cannot be read in jumps: other tasks' shards are taken in order")
+        ledger.open(
+            job_identity(config, checkpoint, index), allow_manifest_change=config.allow_manifest_change
+        )
         index.save(index_folder)
-        shards = self._my_shards(index)
+        # By cost: every task comes to the same shares, and draws its own first.
+        share = assign_shards(index.shard_costs, config.num_tasks)[config.task_index]
         before = ledger.markers()
-        todo = self._unfinished(shards, before, manifest, index, checkpoint)
-        unfinished = {shard.index for shard in todo}
-        retried = unfinished & before.keys()  # their leftovers are what an earlier retry has made
-        ledger.clear_leftovers(shard for shard in shards if shard.index not in retried)
+        todo = unfinished_shards(before, config, manifest, index, checkpoint.capabilities)
+        queue = self._queue(ledger, index, todo, share, ascending=not manifest.can_jump)
+        queue.clear_leftovers(before)
         finished = not todo
         if todo and not self.stop.requests:
             check_faults(index.num_faults, index.num_rows, config.max_failures)
-            self.observer(Progress(phase="loading", num_images=index.num_images))
-            with self.stages.stage("load"):
-                engine = self.make_engine(config, checkpoint)
-            with self.stages.stage("engine"):
-                finished = self._draw(engine, manifest, index, ledger, todo)
+            finished = self._work(checkpoint, manifest, index, ledger, queue)
         write_card(ledger)
         ledger.finish()
-        kept = [before[shard.index] for shard in shards if shard.index not in unfinished]
-        return self._summary(ledger, index, shards, kept, finished=finished)
+        covered = sorted({*share, *queue.taken})
+        kept = {number: before[number] for number in covered if number in before and number not in todo}
+        return self._summary(ledger, index, covered, kept, finished=finished)
 
     # --- what is to be done ------------------------------------------------------------------
 
-    def _index(self, manifest: Manifest, folder: Path) -> ManifestIndex:
-        """The index of an earlier run where the manifest is the same, else one pass over all rows."""
-        index = ManifestIndex.load(folder)
-        if index is not None and not same_manifest(index.fingerprint, manifest):
+    def _index(self, manifest: Manifest, folder: Path, checkpoint: Checkpoint) -> ManifestIndex:
+        """The index of an earlier run where manifest and shards are the same, else one pass over all rows."""
+        index, shard_size = ManifestIndex.load(folder), self.config.shard_size
+        is_usable = index is not None and index.shard_size == shard_size
+        if index is not None and is_usable and not same_manifest(index.fingerprint, manifest):
+            manifest.recall(index.places, index.row_counts)
             return index
         num_rows = 0
 
@@ -218,57 +211,59 @@ class _Task:
             if num_rows % SCAN_REPORT_ROWS == 0:
                 self.observer(Progress(phase="scanning", num_rows_scanned=num_rows))
 
+        meter = WorkMeter(checkpoint.capabilities, row_defaults(self.config))
         with self.stages.stage("scan"):
-            return scan(manifest, on_row=count)
+            return scan(manifest, on_row=count, costs=ShardCosts(meter, shard_size))
 
-    def _identity(self, checkpoint: Checkpoint, index: ManifestIndex) -> JobIdentity:
-        told_elsewhere = {"model", "revision", "map", "limit"}  # by the model's and the manifest's identity
-        names = set(PIXEL_OPTIONS + LAYOUT_OPTIONS) - told_elsewhere
-        if self.config.image_format != "jpeg":
-            names.remove("image_level")  # the others lose nothing
-        options = self.config.model_dump(mode="json", include=names) | _compute_kind(self.config)
-        return JobIdentity(
-            model=checkpoint.identity,
-            manifest=_content(index.fingerprint),
-            options=options,
-            num_rows=index.num_rows,
-            shard_size=self.config.shard_size,
-            carried_schema=index.carried_schema,
-        )
-
-    def _my_shards(self, index: ManifestIndex) -> list[Shard]:
-        shards = make_shards(index.num_rows, self.config.shard_size)
-        mine = task_shards(len(shards), self.config.num_tasks, self.config.task_index)
-        return [shards[number] for number in mine]
-
-    def _unfinished(
+    def _queue(
         self,
-        shards: Sequence[Shard],
-        markers: Mapping[int, Marker],
-        manifest: Manifest,
+        ledger: Ledger,
         index: ManifestIndex,
-        checkpoint: Checkpoint,
-    ) -> list[Shard]:
-        """Shards not published yet, and with ``--retry-failed`` those where something may go better now."""
-        wanted = {shard.index for shard in shards if shard.index not in markers}
-        if self.config.retry_failed:
-            published = [(shard, markers[shard.index]) for shard in shards if shard.index in markers]
-            wanted |= {shard.index for shard, marker in published if marker.num_failed}
-            wanted |= with_other_faults(
-                [(shard, marker.num_invalid_rows) for shard, marker in published if marker.has_failures],
-                manifest=manifest,
-                index=index,
-                capabilities=checkpoint.capabilities,
-                defaults=row_defaults(self.config),
-            )
-        return [shard for shard in shards if shard.index in wanted]
+        todo: Mapping[int, Marker | None],
+        share: Sequence[int],
+        *,
+        ascending: bool,
+    ) -> ShardQueue:
+        claims = Claims(ledger.out, worker=self.worker, task=self.config.task_index, job_id=ledger.job.job_id)
+        costs = index.shard_costs
+        return ShardQueue(ledger, claims, todo=todo, share=share, costs=costs, ascending=ascending)
 
     # --- drawing -----------------------------------------------------------------------------
 
-    def _draw(
-        self, engine: Engine, manifest: Manifest, index: ManifestIndex, ledger: Ledger, todo: list[Shard]
+    def _work(
+        self,
+        checkpoint: Checkpoint,
+        manifest: Manifest,
+        index: ManifestIndex,
+        ledger: Ledger,
+        queue: ShardQueue,
     ) -> bool:
-        """Draws what is left of ``todo``; False when the stop flag ended it early."""
+        """Draws what the queue gives; False when the stop flag ended it early.
+
+        No model is loaded when all that is left is in other workers' hands.
+        """
+        if (has_work := queue.has_work()) is None:
+            self.say("all that is left is other workers': looking whether these are alive")
+        while has_work is None:
+            if self.stop.requests:
+                return False
+            time.sleep(WAIT_S)
+            has_work = queue.has_work()
+        finished = True
+        if has_work:
+            self.observer(Progress(phase="loading", num_images=index.num_images))
+            with self.stages.stage("load"):
+                engine = self.make_engine(self.config, checkpoint)
+            with self.stages.stage("engine"):
+                finished = self._draw(engine, manifest, index, ledger, queue)
+        if finished and (num_left := queue.num_left_to_others):
+            self.say(f"{plural(num_left, 'shard')} left to other workers, which are at work on them")
+        return finished
+
+    def _draw(
+        self, engine: Engine, manifest: Manifest, index: ManifestIndex, ledger: Ledger, queue: ShardQueue
+    ) -> bool:
+        """Draws what the queue gives; False when the stop flag ended it early."""
         if self.profiler is not None:
             self.profiler.attach(engine)
         sink = Sink(
@@ -277,7 +272,7 @@ class _Task:
             image_level=self.config.image_level,
             task=self.config.task_index,
             num_tasks=self.config.num_tasks,
-            worker=f"{socket.gethostname()}:{os.getpid()}",
+            worker=self.worker,
             num_threads=NUM_ENCODE_THREADS,
             stages=self.stages,
         )
@@ -289,7 +284,8 @@ class _Task:
             stop=self.stop,
             say=self.say,
         )
-        self.tally = Tally(num_rows=sum(shard.num_rows for shard in todo))
+        drop_old_heartbeats(ledger.out, self.config.task_index, self.worker)
+        self.tally = Tally()
         feed = Feed(
             config=self.config,
             tally=self.tally,
@@ -298,7 +294,7 @@ class _Task:
             capabilities=engine.model.capabilities,
             sink=sink,
             saver=saver,
-            shards=todo,
+            queue=queue,
         )
         finished = False
         try:
@@ -313,7 +309,10 @@ class _Task:
             try:
                 sink.close(abandon=not finished)
             finally:
-                saver.close()
+                try:
+                    saver.close()
+                finally:
+                    queue.close()
         return finished
 
     def _loop(self, engine: Engine, feed: Feed, sink: Sink) -> bool:
@@ -388,17 +387,17 @@ class _Task:
         self,
         ledger: Ledger,
         index: ManifestIndex,
-        shards: Sequence[Shard],
-        kept: Sequence[Marker],
+        covered: Sequence[int],
+        kept: Mapping[int, Marker],
         *,
         finished: bool,
     ) -> JobSummary:
-        """``kept``: markers of the shards that were finished before this run."""
-        markers, tally = ledger.markers(), self.tally
-        done = [markers[shard.index] for shard in shards if shard.index in markers]
-        num_ok = sum(marker.num_ok for marker in kept) + tally.num_resumed + tally.num_ok
-        num_failed = sum(marker.num_failed for marker in kept) + tally.num_failed
-        num_rows = sum(shard.num_rows for shard in shards)
+        """``covered``: shards of the share or taken; ``kept``: of them those finished before this run."""
+        markers, tally = ledger.markers() if len(kept) < len(covered) else kept, self.tally
+        done = [markers[number] for number in covered if number in markers]
+        num_ok = sum(marker.num_ok for marker in kept.values()) + tally.num_resumed + tally.num_ok
+        num_failed = sum(marker.num_failed for marker in kept.values()) + tally.num_failed
+        num_rows = sum(ledger.shards[number].num_rows for number in covered)
         if finished:  # exact, from what is published
             num_ok, num_failed = sum(m.num_ok for m in done), sum(m.num_failed for m in done)
             num_images = num_ok + num_failed

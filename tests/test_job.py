@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from job_fakes import SMALL, Runner, contents, decode, pixels_by_key, read_schema, read_table, write_jsonl
+from resume_fakes import stop_at
 
 from offline_diffusion.data.verify import verify
-from offline_diffusion.job import JobSummary
+from offline_diffusion.job import JobSummary, StopFlag
 
 JOB_SEED = 11
 LONG = " ".join(f"a {colour} cup on a table," for colour in ("red", "green", "blue", "grey") * 60)
@@ -170,7 +171,7 @@ def test_metrics(job: tuple[Path, JobSummary]) -> None:
         parts = row["queue_s"] + row["denoise_s"] + row["decode_s"]
         assert min(row[name] for name in ("queue_s", "encode_s", "device_s", "decode_s", "write_s")) >= 0
         assert row["device_s"] <= row["denoise_s"] <= parts <= row["total_s"] * 1.01 + 0.01
-        assert (row["task"], row["worker"].count(":")) == (0, 1)
+        assert (row["task"], row["worker"].count(":")) == (0, 2)
     (long,) = (row for row in metrics if row["id"] == "long")
     assert long["prompt_tokens"] == 512
 
@@ -218,20 +219,41 @@ def test_other_shards_and_packs_draw_the_same(
     assert contents(tmp_path) == contents(job[0])
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_three_tasks_make_the_dataset_of_one(
-    manifest: Path, job: tuple[Path, JobSummary], tmp_path: Path, order: tuple[int, ...]
+def test_a_task_helps_the_others_and_they_find_nothing_left(
+    manifest: Path, job: tuple[Path, JobSummary], tmp_path: Path
 ) -> None:
     options = {"seed": JOB_SEED, "shard_size": 2, "max_num_seqs": 5, "num_tasks": 3}
-    summaries = [Runner().run(manifest, tmp_path, task_index=task, **options) for task in order]
-    assert sum(summary.num_ok for summary in summaries) == NUM_IMAGES
-    assert sum(summary.num_images for summary in summaries) == NUM_IMAGES
-    assert sum(summary.num_rows for summary in summaries) == len(ROWS)
-    assert sum(summary.num_shards for summary in summaries) == 6
-    assert not any(summary.interrupted for summary in summaries)
+    first, *others = [Runner() for _ in range(3)]
+    summary = first.run(manifest, tmp_path, task_index=2, **options)
+    assert (summary.num_ok, summary.num_images, summary.num_resumed) == (NUM_IMAGES, NUM_IMAGES, 0)
+    assert (summary.num_rows, summary.num_shards, summary.interrupted) == (len(ROWS), 6, False)
+    assert sum(first.finished.values()) == NUM_IMAGES
+    later = [runner.run(manifest, tmp_path, task_index=task, **options) for task, runner in enumerate(others)]
+    assert [runner.engine for runner in others] == [None, None]
+    for summary in later:  # each tells of its own share
+        assert summary.num_ok == summary.num_resumed == summary.num_images > 0
+        assert 0 < summary.num_shards < 6
     assert verify(tmp_path).problems == []
     assert contents(tmp_path) == contents(job[0])
-    assert {row["task"] for row in read_table(tmp_path, "metrics")} == {0, 1, 2}
+    assert not list((tmp_path / "_state" / "claims").iterdir())
+
+
+def test_the_number_of_tasks_may_change_from_start_to_start(
+    manifest: Path, job: tuple[Path, JobSummary], tmp_path: Path
+) -> None:
+    """Each stops early and lets go of what it had begun; the next is one of another number."""
+    options = {"seed": JOB_SEED, "shard_size": 2, "max_num_seqs": 1, "scheduling_policy": "fifo"}
+    for num_tasks, task in ((3, 2), (3, 0), (2, 1)):
+        stop, runner = StopFlag(), Runner()
+        runner.on_step = stop_at(stop, 2)
+        assert runner.run(
+            manifest, tmp_path, stop=stop, num_tasks=num_tasks, task_index=task, **options
+        ).interrupted
+    last = Runner().run(manifest, tmp_path, num_tasks=4, task_index=3, **options)
+    assert not last.interrupted
+    assert verify(tmp_path).pending == verify(tmp_path).problems == []
+    assert contents(tmp_path) == contents(job[0])
+    assert {row["task"] for row in read_table(tmp_path, "metrics")} == {0, 1, 2, 3}
 
 
 def test_request_mode_draws_the_same(manifest: Path, job: tuple[Path, JobSummary], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from job_fakes import SMALL, CountingEngine, Runner, make_rows, pixels_by_key, write_jsonl
+from resume_fakes import stop_at
 
 from offline_diffusion.engine import profile as profile_module
 from offline_diffusion.errors import TooManyFailuresError
@@ -129,8 +130,10 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(manifest: Path, tmp_pat
 
 
 def test_every_task_has_its_own_files_and_a_finished_one_keeps_them(manifest: Path, tmp_path: Path) -> None:
-    for task in (0, 1):
-        Runner().run(manifest, tmp_path, profile=True, num_tasks=2, task_index=task, **OPTIONS)
+    stop, first = StopFlag(), Runner()
+    first.on_step = stop_at(stop, 1)
+    first.run(manifest, tmp_path, stop=stop, profile=True, num_tasks=2, task_index=0, **OPTIONS)
+    Runner().run(manifest, tmp_path, profile=True, num_tasks=2, task_index=1, **OPTIONS)
     before = {task: read_summary(tmp_path, task) for task in (0, 1)}
     assert [before[task]["task"] for task in (0, 1)] == [0, 1]
     assert sum(before[task]["num_images"] for task in (0, 1)) == NUM_IMAGES

@@ -207,5 +207,7 @@ def test_more_tasks_than_shards(manifest: Path, whole: Path, tmp_path: Path) -> 
     for task in range(6):
         runner = Runner()
         summary = runner.run(manifest, tmp_path, num_tasks=6, task_index=task, **OPTIONS)
-        assert (summary.num_shards, runner.engine is None) == ((1, False) if task < 4 else (0, True))
+        assert (summary.num_shards, runner.engine is None) == (
+            (4, False) if task == 0 else (1, True) if task < 4 else (0, True)
+        )
     same(tmp_path, whole)

@@ -111,25 +111,35 @@ def _likely_budget(record: CostRecord | None) -> tuple[int, str]:
 
 
 def _scan(config: JobConfig) -> Plan:
+    """Reads the manifest, twice where several tasks share it: whose a shard is is known only at its end."""
     from offline_diffusion.data.manifest import open_manifest
-    from offline_diffusion.data.plan import PlanBuilder
+    from offline_diffusion.data.plan import PlanBuilder, assign_shards
     from offline_diffusion.data.scan import scan
+    from offline_diffusion.data.work import ShardCosts, WorkMeter
     from offline_diffusion.engine.scheduler import LOOK_AHEAD
     from offline_diffusion.job import row_defaults
     from offline_diffusion.models.registry import capabilities_for
 
     assert config.max_num_batched_tokens is not None
+    capabilities, defaults = capabilities_for(config.model, config.revision), row_defaults(config)
+    manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
+    shares = None
+    if config.num_tasks > 1:
+        costs = ShardCosts(WorkMeter(capabilities, defaults), config.shard_size)
+        with ticking(lambda: f"scanning the manifest: {plural(len(costs.values), 'shard')}"):
+            for row in manifest.read():
+                costs.add(row)
+        shares = assign_shards(costs.values, config.num_tasks)
     builder = PlanBuilder(
-        capabilities_for(config.model, config.revision),
-        row_defaults(config),
+        capabilities,
+        defaults,
         shard_size=config.shard_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         look_ahead=LOOK_AHEAD if config.scheduling_policy == "pack" and config.step_execution else 1,
-        num_tasks=config.num_tasks,
+        shares=shares,
         image_format=config.image_format,
     )
-    manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
     with ticking(lambda: f"scanning the manifest: {plural(builder.num_rows, 'row')}"):
         scan(manifest, on_row=builder.add)
     for note in manifest.notes:
@@ -243,7 +253,6 @@ def _tasks(plan: Plan, estimate: Estimate) -> str:
         rows.append([f"{len(plan.tasks) - MAX_LINES:,} more", "", "", ""])
     mean = plan.flops / len(plan.tasks)
     balance = (
-        f"busiest task: {plan.slowest_task_flops / mean:.2f} of the mean; with shards dealt out by cost it "
-        f"would be {plan.balanced_flops / mean:.2f}"
+        f"busiest task: {plan.slowest_task_flops / mean:.2f} of the mean; who is done first helps the others"
     )
     return f"{table(['task', 'shards', 'work', 'time'], rows)}\n{balance}"

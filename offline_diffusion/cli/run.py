@@ -55,7 +55,11 @@ engine_options = together(
 )
 
 task_options = together(
-    job_option("--num-tasks", "Tasks that share the job; from Slurm's array when in one.", metavar="N"),
+    job_option(
+        "--num-tasks",
+        "Tasks that share the job, the first to be done helping; from Slurm's array when in one.",
+        metavar="N",
+    ),
     job_option("--task-index", "Which of them this is, from 0; likewise.", metavar="I"),
 )
 

@@ -23,6 +23,9 @@ PLAIN_INTERVAL_S = 5.0
 MAX_LINES = 20
 """Of each table; ``--json`` has all."""
 
+MAX_HELD = 4
+"""Shards of a worker that are named."""
+
 
 @click.command("status")
 @click.argument("out", type=click.Path(path_type=Path), metavar="DIR")
@@ -54,7 +57,9 @@ def _show(status: Status, *, as_json: bool, watch: bool) -> None:
     else:
         if watch:
             click.clear()
-        click.echo("\n\n".join(part for part in (_headline(status), _tasks(status), _shards(status)) if part))
+        click.echo(
+            "\n\n".join(part for part in (_headline(status), _workers(status), _shards(status)) if part)
+        )
 
 
 def _headline(status: Status) -> str:
@@ -72,21 +77,30 @@ def _headline(status: Status) -> str:
     return f"{status.out}: {', '.join(parts)}"
 
 
-def _tasks(status: Status) -> str:
+def _workers(status: Status) -> str:
+    """Those at work, and of every task the last one."""
+    last = {worker.task: worker for worker in status.workers}
     rows = [
         [
-            str(task.task),
-            task.state,
-            f"{task.num_shards_done:,}/{task.num_shards:,}",
-            f"{task.num_ok:,}",
-            f"{task.num_failed:,}",
-            f"{task.images_per_s:.3g}",
-            task.worker,
+            str(worker.task),
+            worker.state,
+            f"{worker.num_shards_done:,}",
+            _some(worker.shards),
+            f"{worker.num_ok:,}",
+            f"{worker.num_failed:,}",
+            f"{worker.images_per_s:.3g}",
+            worker.worker,
         ]
-        for task in status.tasks
+        for worker in status.workers
+        if worker.state == "running" or worker is last[worker.task]
     ]
-    header = ["task", "state", "shards done", "images", "failed", "images/s", "worker"]
+    header = ["task", "state", "shards done", "holds", "images", "failed", "images/s", "worker"]
     return _cut_table(header, rows)
+
+
+def _some(shards: Sequence[int]) -> str:
+    shown = ", ".join(map(str, shards[:MAX_HELD]))
+    return f"{shown}, … {len(shards) - MAX_HELD:,} more" if len(shards) > MAX_HELD else shown
 
 
 def _shards(status: Status) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -17,6 +18,7 @@ from offline_diffusion.data.columns import (
 )
 from offline_diffusion.data.readers.base import BrokenRecord, Reader, Record, RowCursor, Stamp
 from offline_diffusion.data.readers.files import DAMAGED_HINT, READ_ERRORS
+from offline_diffusion.data.readers.lines import TextReader
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.sources import SourceExpander
 from offline_diffusion.data.values import show
@@ -58,6 +60,32 @@ class Manifest:
         self.notes = notes
         self._builder = builder
         self._digests: dict[int, tuple[Stamp, str]] = {}
+        self._num_rows: dict[int, int] = {}
+
+    @property
+    def can_jump(self) -> bool:
+        """Whether rows may be read in any order at little cost."""
+        return all(file.can_jump for file in self.files)
+
+    def known_places(self) -> array[int]:
+        """Where rows begin in text files, as far as they were read: file, row, line and byte of each."""
+        texts = [(index, file) for index, file in enumerate(self.files) if isinstance(file, TextReader)]
+        return array(
+            "q", (value for index, file in texts for place in file.places for value in (index, *place))
+        )
+
+    def known_row_counts(self) -> dict[int, int]:
+        """Rows of each file that was read to its end, by its place in ``files``."""
+        return dict(self._num_rows)
+
+    def recall(self, places: Sequence[int], row_counts: Mapping[int, int]) -> None:
+        """Takes over what was known when the files were read before; they must be the same."""
+        self._num_rows.update(row_counts)
+        for start in range(0, len(places), 4):
+            index, *place = places[start : start + 4]
+            file = self.files[index]
+            if isinstance(file, TextReader):
+                file.places.learn(*place)
 
     def read(
         self, ranges: Iterable[range] | None = None, *, duplicates: Container[int] = ()
@@ -85,13 +113,27 @@ class Manifest:
         """As ``read``, but a faulty row gives all of its faults, and ids are not compared."""
         limit = NO_LIMIT if self.limit is None else self.limit
         wanted = [range(limit)] if ranges is None else ranges
-        cursor = RowCursor(range(part.start, min(part.stop, limit)) for part in wanted)
+        return self.walk(RowCursor(range(part.start, min(part.stop, limit)) for part in wanted))
+
+    def walk(self, cursor: RowCursor) -> Iterator[ManifestRow | tuple[RowFault, ...]]:
+        """As ``check``, over the ranges of a cursor, which may get more between two items.
+
+        How many rows a file has is remembered once it was read to its end: it is passed over at once when
+        none of them is wanted.
+        """
         first_row = 0
-        for file in self.files:
+        for index, file in enumerate(self.files):
             cursor.wants(first_row)  # passes the ranges that ended with the file before
             if cursor.done:
                 return
-            first_row += yield from self._check_file(file, first_row, cursor)
+            known = self._num_rows.get(index)
+            if known is not None and not cursor.first_within(first_row, first_row + known):
+                first_row += known
+                continue
+            num_rows = yield from self._check_file(file, first_row, cursor)
+            first_row += num_rows
+            if not cursor.done:
+                self._num_rows[index] = num_rows
 
     def _check_file(
         self, file: Reader, first_row: int, cursor: RowCursor

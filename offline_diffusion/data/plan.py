@@ -1,43 +1,27 @@
 """How much work a manifest holds, and how its shards fall on tasks. Free of torch.
 
-A plan is taken in one pass and keeps no rows: its memory grows with the number of tasks, of shards
-and of distinct sizes only.
+A plan keeps no rows: its memory grows with the number of tasks, of shards and of distinct sizes only.
 """
 
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from offline_diffusion.config import ImageFormat
 from offline_diffusion.data.packing import PackingModel
-from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, fit_size
+from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault
+from offline_diffusion.data.work import Work, WorkMeter
 from offline_diffusion.models.capabilities import Capabilities
-from offline_diffusion.request import SamplingParams
 
 BYTES_PER_PIXEL: dict[ImageFormat, float] = {"png": 1.45, "jpeg": 0.45, "webp": 1.2}
 """Rough sizes of encoded photographs, see bench_encode.py; a drawing is smaller, noise larger."""
 
-UTF8_BYTES_PER_TOKEN = 4.0
-"""Rough for English, and for Chinese, where a character is three bytes."""
-
-_MAX_CACHED_SIZES = 65_536
-
 _NUM_RECENT_PROMPTS = 1_024
 """About as many as an engine keeps encoded."""
-
-
-def task_shards(num_shards: int, num_tasks: int, task_index: int) -> range:
-    """The shards that task ``task_index`` of ``num_tasks`` owns: every ``num_tasks``-th.
-
-    Depends on nothing else, so that every task knows its shards before the manifest is read.
-    """
-    assert 0 <= task_index < num_tasks
-    return range(task_index, num_shards, num_tasks)
 
 
 def assign_shards(costs: Sequence[float], num_tasks: int) -> list[list[int]]:
@@ -56,11 +40,6 @@ def assign_shards(costs: Sequence[float], num_tasks: int) -> list[list[int]]:
         shards[task].append(shard)
         heapq.heappush(loads, (load + costs[shard], task))
     return [sorted(owned) for owned in shards]
-
-
-def estimate_text_tokens(text: str) -> int:
-    """Tokens of a text, guessed from its UTF-8 length; at least 1."""
-    return max(1, round(len(text.encode("utf-8", "surrogatepass")) / UTF8_BYTES_PER_TOKEN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +86,7 @@ class Plan:
         num_steps, step_fill: Engine steps of all tasks, and the filled share of their budget.
         output_bytes: Estimated size of the encoded images.
         num_shards: Output shards.
-        tasks: What each task has to do.
-        balanced_flops: Load of the busiest task if shards were dealt out by cost.
+        tasks: What each task has to do, as long as none helps another.
     """
 
     num_rows: int
@@ -128,7 +106,6 @@ class Plan:
     output_bytes: int
     num_shards: int
     tasks: list[TaskLoad]
-    balanced_flops: float
 
     @property
     def slowest_task_flops(self) -> float:
@@ -140,15 +117,6 @@ class Plan:
         values["resolutions"] = {f"{w}x{h}": count for (w, h), count in self.resolutions.items()}
         values["inference_steps"] = {str(steps): n for steps, n in self.inference_steps.items()}
         return values
-
-
-class _Size(NamedTuple):
-    """What rows that ask for one size have in common."""
-
-    drawn: tuple[int, int]  # width, height
-    image_tokens: int
-    final_pixels: int
-    fault: str | None
 
 
 @dataclass(slots=True)
@@ -171,6 +139,9 @@ class _Task:
 
     def __init__(self, packing: PackingModel) -> None:
         self.packing = packing
+        self.num_shards = 0
+        self.last_shard = -1
+        self.flops = 0.0
         self.step_tokens = 0
         self.step_squares = 0
         self.num_images = 0
@@ -217,7 +188,7 @@ class PlanBuilder:
         shard_size: Rows of a shard.
         max_num_batched_tokens, max_num_seqs: The budget of a step.
         look_ahead: Waiting images that a step's company is chosen from.
-        num_tasks: Tasks that share the job.
+        shares: For each task its shards, see ``assign_shards``; None: one task has all.
         image_format: For the size of the output.
     """
 
@@ -230,19 +201,18 @@ class PlanBuilder:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         look_ahead: int = 1,
-        num_tasks: int = 1,
+        shares: Sequence[Sequence[int]] | None = None,
         image_format: ImageFormat = "png",
     ) -> None:
-        self._capabilities = capabilities
-        self._defaults = defaults
+        self._meter = WorkMeter(capabilities, defaults)
         self._shard_size = shard_size
         self._image_format = image_format
         self._tasks = [
-            _Task(PackingModel(max_num_batched_tokens, max_num_seqs, look_ahead)) for _ in range(num_tasks)
+            _Task(PackingModel(max_num_batched_tokens, max_num_seqs, look_ahead)) for _ in shares or [()]
         ]
+        self._owners = {shard: task for task, owned in enumerate(shares or ()) for shard in owned}
         self._prompts = _RecentPrompts()
-        self._sizes: dict[tuple[int | None, int | None], _Size] = {}
-        self._costs = array("d")
+        self._num_shards = 0
         self._totals = _Totals()
         self._resolutions: Counter[tuple[int, int]] = Counter()
         self._steps: Counter[int] = Counter()
@@ -255,84 +225,43 @@ class PlanBuilder:
         return self._totals.num_rows
 
     def add(self, row: ManifestRow | RowFault) -> None:
-        """Counts one row, good or faulty."""
+        """Counts one row, good or faulty; rows come in order."""
         self._totals.num_rows += 1
         shard = row.row // self._shard_size
-        while len(self._costs) <= shard:
-            self._costs.append(0.0)
+        task = self._tasks[self._owners.get(shard, 0)]
+        if shard >= self._num_shards:
+            self._num_shards = shard + 1
+        if shard != task.last_shard:
+            task.last_shard = shard
+            task.num_shards += 1
         if isinstance(row, RowFault):
             return
-        size = self._size(row.params.height, row.params.width)
-        fault = size.fault or self._lora_fault(row.params)
-        if fault is not None:
-            self._faults[fault] += 1
-            return
-        self._costs[shard] += self._add_images(row, size, self._tasks[shard % len(self._tasks)])
+        work = self._meter.measure(row)
+        if isinstance(work, str):
+            self._faults[work] += 1
+        else:
+            self._add_images(work, task)
 
-    def _add_images(self, row: ManifestRow, size: _Size, task: _Task) -> float:
-        params, totals, num_images = row.params, self._totals, row.params.num_images_per_prompt
-        default_steps = self._defaults.num_inference_steps or self._capabilities.default_num_inference_steps
-        num_steps = params.num_inference_steps or default_steps
-        prompts = self._prompts_of_branches(row)
-        text_tokens = [
-            min(estimate_text_tokens(text), self._capabilities.max_prompt_tokens) for text in prompts
-        ]
-        tokens = [size.image_tokens + text for text in text_tokens]
-        flops = sum(map(self._capabilities.forward_flops, tokens)) * num_steps * num_images
+    def _add_images(self, work: Work, task: _Task) -> None:
+        totals, size, num_images = self._totals, work.size, work.num_images
+        tokens = [size.image_tokens + text for text in work.text_tokens]
         totals.num_good_rows += 1
+        totals.num_guidance_off_rows += work.guidance_is_off
         totals.num_images += num_images
         totals.num_cfg_images += num_images if len(tokens) > 1 else 0
         totals.image_tokens += size.image_tokens * len(tokens) * num_images
-        totals.text_tokens += sum(text_tokens) * num_images
-        totals.step_tokens += sum(tokens) * num_steps * num_images
-        totals.flops += flops
+        totals.text_tokens += sum(work.text_tokens) * num_images
+        totals.step_tokens += sum(tokens) * work.num_steps * num_images
+        totals.flops += work.flops
         self._resolutions[size.drawn] += num_images
-        self._steps[num_steps] += num_images
+        self._steps[work.num_steps] += num_images
         self._final_pixels += size.final_pixels * num_images
-        task.num_prompts += self._prompts.num_new(*prompts)
-        task.add(tokens, num_steps, size.drawn[0] * size.drawn[1], num_images)
-        return flops
-
-    def _prompts_of_branches(self, row: ManifestRow) -> list[str]:
-        """The prompt and, where guidance is on, the negative prompt."""
-        params, defaults = row.params, self._defaults
-        negative = defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt
-        asked = defaults.true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale
-        scale = self._capabilities.default_true_cfg_scale if asked is None else asked
-        if scale > 1 and negative is None:
-            self._totals.num_guidance_off_rows += 1
-        return [row.prompt, negative] if scale > 1 and negative is not None else [row.prompt]
-
-    def _lora_fault(self, params: SamplingParams) -> str | None:
-        if params.lora is None or self._capabilities.supports_lora:
-            return None
-        return f"lora is not supported for model family {self._capabilities.family!r}"
-
-    def _size(self, height: int | None, width: int | None) -> _Size:
-        key = height, width
-        size = self._sizes.get(key)
-        if size is None:
-            if len(self._sizes) >= _MAX_CACHED_SIZES:
-                self._sizes.clear()
-            size = self._sizes[key] = self._resolve_size(height, width)
-        return size
-
-    def _resolve_size(self, height: int | None, width: int | None) -> _Size:
-        defaults, capabilities = self._defaults, self._capabilities
-        height = height or defaults.height or capabilities.default_height
-        width = width or defaults.width or capabilities.default_width
-        drawn = fit_size(height, width, capabilities.size_multiple, defaults.on_bad_size)
-        final = (height, width) if defaults.on_bad_size == "crop" else drawn
-        return _Size(
-            drawn=(drawn[1], drawn[0]),
-            image_tokens=capabilities.num_image_tokens(*drawn),
-            final_pixels=final[0] * final[1],
-            fault=capabilities.check_size(*drawn),
-        )
+        task.flops += work.flops
+        task.num_prompts += self._prompts.num_new(*work.prompts)
+        task.add(tokens, work.num_steps, size.drawn[0] * size.drawn[1], num_images)
 
     def finish(self) -> Plan:
         """The plan over the rows added so far; no more may follow."""
-        balanced = assign_shards(self._costs, len(self._tasks))
         tasks = [self._task_load(index, task) for index, task in enumerate(self._tasks)]
         num_steps = sum(task.num_steps for task in tasks)
         filled = sum(task.step_fill * task.num_steps for task in tasks)
@@ -344,18 +273,17 @@ class PlanBuilder:
             num_steps=num_steps,
             step_fill=filled / num_steps if num_steps else 0.0,
             output_bytes=round(self._final_pixels * BYTES_PER_PIXEL[self._image_format]),
-            num_shards=len(self._costs),
+            num_shards=self._num_shards,
             tasks=tasks,
-            balanced_flops=max(self._load(owned) for owned in balanced),
         )
 
-    def _task_load(self, task_index: int, task: _Task) -> TaskLoad:
-        owned = task_shards(len(self._costs), len(self._tasks), task_index)
+    @staticmethod
+    def _task_load(task_index: int, task: _Task) -> TaskLoad:
         task.packing.drain()
         return TaskLoad(
             task_index=task_index,
-            num_shards=len(owned),
-            flops=self._load(owned),
+            num_shards=task.num_shards,
+            flops=task.flops,
             num_steps=task.packing.num_steps,
             step_tokens=task.step_tokens,
             step_squares=task.step_squares,
@@ -364,6 +292,3 @@ class PlanBuilder:
             num_prompts=task.num_prompts,
             step_fill=task.packing.step_fill,
         )
-
-    def _load(self, shards: Sequence[int]) -> float:
-        return sum(self._costs[shard] for shard in shards)

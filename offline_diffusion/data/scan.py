@@ -6,8 +6,9 @@ import base64
 import hashlib
 import io
 import json
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,14 @@ from offline_diffusion.data.manifest import Manifest
 from offline_diffusion.data.readers.arrow import huggingface_features
 from offline_diffusion.data.row_set import RowSet
 from offline_diffusion.data.rows import ManifestRow, RowFault
+from offline_diffusion.data.work import ShardCosts
 from offline_diffusion.errors import ManifestError
 
 INDEX_FILE = "manifest-index.json"
 DUPLICATES_FILE = "manifest-duplicates.npy"
+COSTS_FILE = "manifest-shard-costs.npy"
+PLACES_FILE = "manifest-places.npy"
+_ARRAY_FILES = (DUPLICATES_FILE, COSTS_FILE, PLACES_FILE)
 INDEX_VERSION = 2
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class ManifestIndex:
             ``datasets``, such as Image, are in its metadata.
         duplicates: Rows whose id an earlier good row has; for ``Manifest.read``.
         fingerprint: Of the manifest, see ``Manifest.fingerprint``.
+        shard_size: Rows of a shard, for which ``shard_costs`` holds; 0 where costs were not asked for.
+        shard_costs: A cost for each shard; see ``ShardCosts``.
+        row_counts, places: Rows of every file, and where rows begin in it; for ``Manifest.recall``.
     """
 
     num_rows: int
@@ -48,6 +56,10 @@ class ManifestIndex:
     carried_schema: pa.Schema
     duplicates: RowSet
     fingerprint: dict[str, Any]
+    shard_size: int = 0
+    shard_costs: array[float] = field(default_factory=lambda: array("d"))
+    row_counts: dict[int, int] = field(default_factory=dict)
+    places: array[int] = field(default_factory=lambda: array("q"))
 
     def save(self, folder: Path) -> None:
         """Writes the index into ``folder``, each file at once or not at all.
@@ -56,18 +68,24 @@ class ManifestIndex:
             OSError: The folder cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        buffer = io.BytesIO()
-        np.save(buffer, self.duplicates.to_bits(), allow_pickle=False)
+        arrays = {
+            DUPLICATES_FILE: _npy(self.duplicates.to_bits()),
+            COSTS_FILE: _npy(np.array(self.shard_costs, dtype=np.float64)),
+            PLACES_FILE: _npy(np.array(self.places, dtype=np.int64)),
+        }
         content = {
             "version": INDEX_VERSION,
             "num_rows": self.num_rows,
             "num_faults": self.num_faults,
             "num_images": self.num_images,
             "carried_schema": base64.b64encode(self.carried_schema.serialize()).decode("ascii"),
-            "duplicates_digest": _digest(buffer.getvalue()),
+            "digests": {name: _digest(stored) for name, stored in arrays.items()},
+            "shard_size": self.shard_size,
+            "row_counts": sorted(self.row_counts.items()),
             "fingerprint": self.fingerprint,
         }
-        replace_file(folder / DUPLICATES_FILE, buffer.getvalue(), folder)
+        for name, stored in arrays.items():
+            replace_file(folder / name, stored, folder)
         replace_file(folder / INDEX_FILE, to_json(content), folder)
 
     @classmethod
@@ -75,15 +93,36 @@ class ManifestIndex:
         """The index in ``folder``; None when there is none, or none that this version can use."""
         try:
             content = json.loads((folder / INDEX_FILE).read_bytes())
-            duplicates = (folder / DUPLICATES_FILE).read_bytes()
-            if content["version"] != INDEX_VERSION or content["duplicates_digest"] != _digest(duplicates):
+            if content["version"] != INDEX_VERSION:
                 return None
-            schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["carried_schema"])))
-            bits = np.load(io.BytesIO(duplicates), allow_pickle=False)
-            counts = (content["num_rows"], content["num_faults"], content["num_images"])
-            return cls(*counts, schema, RowSet.from_bits(bits), content["fingerprint"])
+            digests = content["digests"]
+            arrays = {name: (folder / name).read_bytes() for name in _ARRAY_FILES}
+            if any(digests[name] != _digest(stored) for name, stored in arrays.items()):
+                return None
+            return cls(
+                num_rows=content["num_rows"],
+                num_faults=content["num_faults"],
+                num_images=content["num_images"],
+                carried_schema=pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["carried_schema"]))),
+                duplicates=RowSet.from_bits(_from_npy(arrays[DUPLICATES_FILE])),
+                fingerprint=content["fingerprint"],
+                shard_size=content["shard_size"],
+                shard_costs=array("d", _from_npy(arrays[COSTS_FILE]).tolist()),
+                row_counts={int(file): int(count) for file, count in content["row_counts"]},
+                places=array("q", _from_npy(arrays[PLACES_FILE]).tolist()),
+            )
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
             return None
+
+
+def _npy(values: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, values, allow_pickle=False)
+    return buffer.getvalue()
+
+
+def _from_npy(stored: bytes) -> np.ndarray:
+    return np.asarray(np.load(io.BytesIO(stored), allow_pickle=False))
 
 
 def _digest(content: bytes) -> str:
@@ -91,7 +130,10 @@ def _digest(content: bytes) -> str:
 
 
 def scan(
-    manifest: Manifest, *, on_row: Callable[[ManifestRow | RowFault], None] | None = None
+    manifest: Manifest,
+    *,
+    on_row: Callable[[ManifestRow | RowFault], None] | None = None,
+    costs: ShardCosts | None = None,
 ) -> ManifestIndex:
     """Reads the whole manifest once, in flat memory: one row at a time.
 
@@ -101,6 +143,7 @@ def scan(
     Args:
         manifest: What to read.
         on_row: Called with each row in order; does not know of duplicates yet.
+        costs: Gets every row, too; what it comes to is a part of the index.
 
     Raises:
         ManifestError: A file cannot be read to its end, or changed meanwhile.
@@ -120,6 +163,8 @@ def scan(
         else:
             ids.add(None)
             num_faults += 1
+        if costs is not None:
+            costs.add(item)
         if on_row is not None:
             on_row(item)
     duplicates = ids.repeated()
@@ -127,7 +172,18 @@ def scan(
         num_images -= row.params.num_images_per_prompt
     _require_unchanged(manifest, fingerprint)
     num_faults += len(duplicates)
-    return ManifestIndex(num_rows, num_faults, num_images, types.schema(), duplicates, fingerprint)
+    return ManifestIndex(
+        num_rows=num_rows,
+        num_faults=num_faults,
+        num_images=num_images,
+        carried_schema=types.schema(),
+        duplicates=duplicates,
+        fingerprint=fingerprint,
+        shard_size=costs.shard_size if costs else 0,
+        shard_costs=costs.values if costs else array("d"),
+        row_counts=manifest.known_row_counts(),
+        places=manifest.known_places(),
+    )
 
 
 def declared_types(manifest: Manifest) -> CarriedTypes:

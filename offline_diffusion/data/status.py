@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 from offline_diffusion.data.heartbeat import Heartbeat, OpenShard, read_heartbeats
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
-from offline_diffusion.data.plan import task_shards
 
 ShardState = Literal["done", "running", "begun"]
-TaskState = Literal["running", "done", "stopped", "lost"]
+WorkerState = Literal["running", "done", "stopped", "lost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,22 +36,40 @@ class ShardStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskStatus:
-    """A task that has been seen; ``lost`` fell silent without a word, ``updated_at`` in epoch seconds.
+class WorkerStatus:
+    """A worker that has been seen; ``lost`` fell silent without a word, ``updated_at`` in epoch seconds.
 
-    ``images_per_s`` is over the last minute while it runs, else the mean of its last run.
+    ``shards`` are those it holds, ``num_shards_done`` those it has published. ``images_per_s`` is over the
+    last minute while it runs, else the mean of its run.
     """
 
     task: int
-    state: TaskState
     worker: str
     host: str
-    num_shards: int
+    state: WorkerState
     num_shards_done: int
+    shards: list[int]
     num_ok: int
     num_failed: int
     images_per_s: float
     updated_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStatus:
+    """A task: all workers that have been seen under its number, now and before.
+
+    ``state`` is ``running`` while one of them runs, else that of the last. ``num_shards_done`` counts what
+    workers of this number have published, other runs included; images and rate are of those seen.
+    """
+
+    task: int
+    state: WorkerState
+    num_workers_running: int
+    num_shards_done: int
+    num_ok: int
+    num_failed: int
+    images_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +81,11 @@ class Status:
         num_shards, num_shards_done, num_shards_running: All, published, being worked on.
         num_ok, num_failed: Images, those in unfinished shards included.
         num_invalid_rows: Quarantined rows in published shards.
-        images_per_s: Of the running tasks together, over the last minute; of all tasks together when
-            the job is finished.
+        images_per_s: Of the running workers together, over the last minute; of the last worker of every
+            task together when the job is finished.
         eta_s: Seconds left at that rate; None when nothing runs or it is too early to say.
         tasks: Every task that has been seen.
+        workers: Every worker that has been seen and is not long gone, by task and age.
         shards: Every shard that is done, running or begun; the others are pending.
     """
 
@@ -81,6 +101,7 @@ class Status:
     images_per_s: float
     eta_s: float | None
     tasks: list[TaskStatus]
+    workers: list[WorkerStatus]
     shards: list[ShardStatus]
 
     @property
@@ -111,9 +132,10 @@ def read_status(out: Path, *, now: float | None = None) -> Status:
     rate = sum((beat.images_per_s for beat in beats if beat.alive(now)), 0.0)
     num_rows_done = sum(marker.stop - marker.start for marker in markers.values())
     num_ok, num_failed = sum(shard.num_ok for shard in shards), sum(shard.num_failed for shard in shards)
-    tasks = [_task(beat, markers, len(ledger.shards), now) for beat in beats]
+    workers = _workers(beats, markers, now)
+    tasks = _tasks(workers, markers)
     if len(markers) == len(ledger.shards):
-        rate = sum((task.images_per_s for task in tasks), 0.0)
+        rate = sum({worker.task: worker.images_per_s for worker in workers}.values())
     status = Status(
         out=str(out),
         num_rows=ledger.job.identity.num_rows,
@@ -127,6 +149,7 @@ def read_status(out: Path, *, now: float | None = None) -> Status:
         images_per_s=rate,
         eta_s=None,
         tasks=tasks,
+        workers=workers,
         shards=shards,
     )
     return _with_eta(status, markers)
@@ -170,23 +193,47 @@ def _open_shard(index: int, counts: OpenShard, beat: Heartbeat, *, alive: bool) 
     )
 
 
-def _task(beat: Heartbeat, markers: Mapping[int, Marker], num_shards: int, now: float) -> TaskStatus:
-    owned = task_shards(num_shards, beat.num_tasks, beat.task)
+def _workers(beats: list[Heartbeat], markers: Mapping[int, Marker], now: float) -> list[WorkerStatus]:
+    num_done = Counter(marker.worker for marker in markers.values())
+    return [_worker(beat, num_done[beat.worker], now) for beat in beats]
+
+
+def _worker(beat: Heartbeat, num_shards_done: int, now: float) -> WorkerStatus:
     lost = beat.state == "running" and not beat.alive(now)
-    state: TaskState = "lost" if lost else beat.state
+    state: WorkerState = "lost" if lost else beat.state
     mean = (beat.num_ok + beat.num_failed) / max(1e-3, beat.updated_at - beat.started_at)
-    return TaskStatus(
+    return WorkerStatus(
         task=beat.task,
-        state=state,
         worker=beat.worker,
         host=beat.host,
-        num_shards=len(owned),
-        num_shards_done=sum(index in markers for index in owned),
+        state=state,
+        num_shards_done=num_shards_done,
+        shards=sorted(beat.shards) if state == "running" else [],
         num_ok=beat.num_ok,
         num_failed=beat.num_failed,
         images_per_s=beat.images_per_s if state == "running" else mean,
         updated_at=beat.updated_at,
     )
+
+
+def _tasks(workers: list[WorkerStatus], markers: Mapping[int, Marker]) -> list[TaskStatus]:
+    num_done = Counter(marker.task for marker in markers.values())
+    found = []
+    for task, group in groupby(workers, key=lambda worker: worker.task):
+        seen = list(group)
+        running = [worker for worker in seen if worker.state == "running"]
+        found.append(
+            TaskStatus(
+                task=task,
+                state="running" if running else seen[-1].state,
+                num_workers_running=len(running),
+                num_shards_done=num_done[task],
+                num_ok=sum(worker.num_ok for worker in seen),
+                num_failed=sum(worker.num_failed for worker in seen),
+                images_per_s=sum(worker.images_per_s for worker in running),
+            )
+        )
+    return found
 
 
 def _with_eta(status: Status, markers: Mapping[int, Marker]) -> Status:

@@ -14,8 +14,11 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
+from job_fakes import SMALL, Runner, make_rows, write_jsonl
+from resume_fakes import stop_at
 
 from offline_diffusion.cli.main import main
+from offline_diffusion.job import StopFlag
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "prompt": "a cup", "kind": "object", "height": 64, "width": 64},
@@ -115,17 +118,31 @@ def test_verify_names_what_is_broken(finished: tuple[Path, Result], tmp_path: Pa
     assert any(victim.name in problem["file"] for problem in report["problems"])
 
 
-def test_one_of_two_tasks_leaves_the_others_shards(manifest: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_one_task_makes_anothers_shards_too(manifest: Path, tiny_model: Path, tmp_path: Path) -> None:
     tasks = ("--num-tasks", 2, "--task-index")
-    assert run(manifest, tiny_model, tmp_path / "o", *tasks, 0).exit_code == 0
-    verified = invoke("verify", tmp_path / "o")
+    first = run(manifest, tiny_model, tmp_path / "o", *tasks, 0, "--json")
+    assert first.exit_code == 3
+    assert json.loads(first.stdout)["num_shards"] == 2
+    assert invoke("verify", tmp_path / "o").exit_code == 0
+    second = run(manifest, tiny_model, tmp_path / "o", *tasks, 1, "--json")
+    assert json.loads(second.stdout)["num_shards"] == 1
+    assert json.loads(second.stdout)["num_resumed"] == json.loads(second.stdout)["num_ok"]
+
+
+def test_an_unfinished_job_is_sound_and_said_to_be_unfinished(tmp_path: Path) -> None:
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(4)), tmp_path / "o"
+    options = SMALL | {"shard_size": 2, "max_num_seqs": 1, "scheduling_policy": "fifo", "device": "cpu"}
+    stop, runner = StopFlag(), Runner()
+    runner.on_step = stop_at(stop, 2)
+    assert runner.run(manifest, out, stop=stop, **options).interrupted
+    verified = invoke("verify", out)
     assert verified.exit_code == 3
     assert "sound but unfinished: 1 of 2 shards" in verified.stderr
-    status = invoke("status", tmp_path / "o")
+    status = invoke("status", out)
     assert "1 of 2 shards done" in status.stdout
     assert "not running" in status.stdout
-    assert run(manifest, tiny_model, tmp_path / "o", *tasks, 1).exit_code == 3
-    assert invoke("verify", tmp_path / "o").exit_code == 0
+    assert Runner().run(manifest, out, **options).num_ok == 4
+    assert invoke("verify", out).exit_code == 0
 
 
 @pytest.mark.parametrize("command", ["status", "verify"])

@@ -69,12 +69,12 @@ def test_work_grows_with_the_steps(tiny_model: Path) -> None:
 def test_shards_fall_on_tasks(tiny_model: Path) -> None:
     values = plan(tiny_model, "--num-tasks", 3, "--shard-size", 5)
     assert values["num_shards"] == 5
-    assert [task["num_shards"] for task in values["tasks"]] == [2, 2, 1]
+    assert sorted(task["num_shards"] for task in values["tasks"]) == [1, 2, 2]
     assert sum(task["flops"] for task in values["tasks"]) == pytest.approx(values["flops"])
     slowest = max(task["flops"] for task in values["tasks"])
     assert values["seconds"] == pytest.approx(slowest / 400e12)
     assert sum(task["num_steps"] for task in values["tasks"]) == values["num_steps"]
-    assert slowest >= values["balanced_flops"] >= values["flops"] / 3
+    assert values["flops"] / 3 <= slowest < 4 / 3 * values["flops"] / 2
 
 
 TERMS = CostModel(fixed_s=3.0, token_s=0.01, square_s=1e-6, image_s=7.0, pixel_s=1e-5, prompt_s=11.0)

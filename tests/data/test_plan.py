@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offline_diffusion.data.plan import PlanBuilder, assign_shards, estimate_text_tokens, task_shards
+from offline_diffusion.data.plan import PlanBuilder, assign_shards
 from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, resolve_row
+from offline_diffusion.data.work import ShardCosts, WorkMeter, estimate_text_tokens
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import SamplingParams
 
@@ -33,17 +34,12 @@ def make_builder(defaults: RowDefaults | None = None, **options: object) -> Plan
     return PlanBuilder(CAPABILITIES, defaults or RowDefaults(), **limits)
 
 
-@given(st.integers(0, 200), st.integers(1, 20))
-def test_every_shard_has_one_owner(num_shards: int, num_tasks: int) -> None:
-    owned = [shard for task in range(num_tasks) for shard in task_shards(num_shards, num_tasks, task)]
-    assert sorted(owned) == list(range(num_shards))
-
-
-@given(st.integers(1, 100), st.integers(1, 20), st.integers(1, 50))
-def test_more_shards_do_not_move_the_old_ones(num_shards: int, num_tasks: int, more: int) -> None:
-    for task in range(num_tasks):
-        old = list(task_shards(num_shards, num_tasks, task))
-        assert list(task_shards(num_shards + more, num_tasks, task))[: len(old)] == old
+@given(st.lists(st.floats(0, 100), max_size=200), st.integers(1, 20))
+def test_every_shard_has_one_owner_and_shares_are_in_order(costs: list[float], num_tasks: int) -> None:
+    shares = assign_shards(costs, num_tasks)
+    assert len(shares) == num_tasks
+    assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
+    assert all(owned == sorted(owned) for owned in shares)
 
 
 @given(st.lists(st.floats(0, 100), max_size=7), st.integers(1, 3))
@@ -68,8 +64,25 @@ def test_assignment_is_deterministic_with_equal_costs() -> None:
     assert assign_shards([1.0] * 5, 2) == [[0, 2, 4], [1, 3]]
 
 
+def test_a_plan_deals_the_shards_that_a_task_draws() -> None:
+    """The plan of a share is what the shares from the costs of a scan are: one dear shard outweighs three."""
+    rows = [make_row(n, num_inference_steps=30 if n < 2 else 10) for n in range(8)]
+    costs = ShardCosts(WorkMeter(CAPABILITIES, RowDefaults()), 2)
+    for row in rows:
+        costs.add(row)
+    shares = assign_shards(costs.values, 2)
+    assert shares == [[0], [1, 2, 3]]
+    builder = make_builder(shares=shares)
+    for row in rows:
+        builder.add(row)
+    plan = builder.finish()
+    assert [task.num_shards for task in plan.tasks] == [1, 3]
+    assert [task.flops for task in plan.tasks] == pytest.approx([plan.flops / 2] * 2)
+    assert plan.slowest_task_flops == pytest.approx(plan.flops / 2)
+
+
 def test_an_empty_manifest_has_a_plan() -> None:
-    plan = make_builder(num_tasks=3).finish()
+    plan = make_builder(shares=assign_shards([], 3)).finish()
     assert (plan.num_rows, plan.num_images, plan.num_shards, plan.step_fill) == (0, 0, 0, 0.0)
     assert [task.num_shards for task in plan.tasks] == [0, 0, 0]
 
@@ -92,8 +105,8 @@ def test_flops_and_tokens_of_one_row_by_hand() -> None:
 
 
 def test_what_a_cost_model_asks_by_hand() -> None:
-    """Shards of two rows go to two tasks in turn; the third shard is the first task's again."""
-    builder = make_builder(shard_size=2, num_tasks=2)
+    """Of three shards of two rows the second is another task's."""
+    builder = make_builder(shard_size=2, shares=[[0, 2], [1]])
     guided = {"true_cfg_scale": 2.0, "negative_prompt": "bad!"}
     builder.add(make_row(0, "abcd", height=32, width=32, num_inference_steps=3, num_images_per_prompt=4))
     builder.add(make_row(1, "abcd" * 2, height=64, width=32, num_inference_steps=5, **guided))
@@ -145,7 +158,7 @@ def test_a_text_has_at_least_one_token(text: str) -> None:
 
 
 def test_faulty_rows_cost_nothing_but_keep_their_shard() -> None:
-    builder = make_builder(shard_size=2, num_tasks=3)
+    builder = make_builder(shard_size=2, shares=[[0], [1], [2]])
     for number in range(5):
         builder.add(make_fault(number) if number in (2, 3) else make_row(number))
     plan = builder.finish()

@@ -15,9 +15,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from manifest_fakes import opened, scan_peak_mib, write_jsonl
 
-from offline_diffusion.data.rows import ManifestRow, RowFault
-from offline_diffusion.data.scan import DUPLICATES_FILE, INDEX_FILE, ManifestIndex, scan
+from offline_diffusion.data import scan as scan_module
+from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault
+from offline_diffusion.data.scan import (
+    COSTS_FILE,
+    DUPLICATES_FILE,
+    INDEX_FILE,
+    PLACES_FILE,
+    ManifestIndex,
+    scan,
+)
+from offline_diffusion.data.work import ShardCosts, WorkMeter
 from offline_diffusion.errors import ManifestError
+from offline_diffusion.models.capabilities import Capabilities
 
 
 def index_of(tmp_path: Path, rows: list[Any]) -> ManifestIndex:
@@ -104,9 +114,37 @@ def test_an_index_survives_the_disk(tmp_path: Path) -> None:
     assert bits.tolist() == [0b10]
     assert json.loads((tmp_path / "state" / "manifest" / INDEX_FILE).read_text())["num_rows"] == 3
     assert {path.name for path in (tmp_path / "state" / "manifest").iterdir()} == {
+        COSTS_FILE,
         DUPLICATES_FILE,
         INDEX_FILE,
+        PLACES_FILE,
     }
+
+
+def test_costs_of_shards_are_kept_with_the_index(tmp_path: Path) -> None:
+    """By hand: 4 or 1 image tokens and one text token, steps times images, 2 layers of width 8."""
+    model = Capabilities(
+        family="test", pipeline="Test", max_size=64, num_layers=2, hidden_size=8, default_true_cfg_scale=1.0
+    )
+    rows = [
+        {"prompt": "a", "height": 32, "width": 32, "num_inference_steps": 3, "n": 2},
+        {"prompt": ""},
+        {"prompt": "b", "height": 16, "width": 16, "num_inference_steps": 5},
+        {"prompt": "c", "height": 999, "width": 16},
+        {"prompt": "d", "height": 16, "width": 16, "num_inference_steps": 7},
+    ]
+    costs = ShardCosts(WorkMeter(model, RowDefaults()), shard_size=2)
+    index = scan(opened(write_jsonl(tmp_path / "rows.jsonl", rows)), costs=costs)
+
+    def forward(tokens: int) -> float:
+        return 24 * 64 * tokens * 2 + 4 * tokens**2 * 8 * 2
+
+    assert list(index.shard_costs) == [forward(5) * 3 * 2, forward(2) * 5, forward(2) * 7]
+    index.save(tmp_path / "state")
+    assert ManifestIndex.load(tmp_path / "state") == index
+    assert index.shard_size == 2
+    kept = np.load(tmp_path / "state" / COSTS_FILE, allow_pickle=False)
+    assert kept.tolist() == list(index.shard_costs)
 
 
 def test_an_index_that_cannot_be_used_is_none(tmp_path: Path) -> None:
@@ -118,6 +156,8 @@ def test_an_index_that_cannot_be_used_is_none(tmp_path: Path) -> None:
         (INDEX_FILE, b"[]"),
         (INDEX_FILE, b'{"version": 0}'),
         (DUPLICATES_FILE, b""),
+        (COSTS_FILE, b""),
+        (PLACES_FILE, b""),
         (DUPLICATES_FILE, b"\x93NUMPY garbage"),
     ):
         index.save(folder)

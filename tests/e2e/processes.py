@@ -22,18 +22,31 @@ def _command(*args: str | Path) -> list[str]:
     return [sys.executable, "-m", "offline_diffusion.cli.main", *map(str, args)]
 
 
+_WITH_STALE_S = """
+import sys
+from offline_diffusion.cli.main import main
+from offline_diffusion.data import heartbeat, sink
+heartbeat.STALE_S, sink.INTERVAL_S = float(sys.argv[1]), 0.2
+sys.argv[1:] = sys.argv[2:]
+main()
+"""
+
+
 class Process:
     """A command at work; ``lines`` are what it has said on standard error so far.
 
-    With ``step_log`` it appends every step of every image to that file, see ``step_log.py``.
+    With ``step_log`` it appends every step of every image to that file, see ``step_log.py``. With ``stale_s``
+    it takes another worker for dead after so many seconds of silence.
     """
 
-    def __init__(self, *args: str | Path, step_log: Path | None = None) -> None:
+    def __init__(self, *args: str | Path, step_log: Path | None = None, stale_s: float | None = None) -> None:
         self.lines: list[str] = []
         command = _command(*args)
         if step_log is not None:
             script = Path(__file__).with_name("step_log.py")
             command = [sys.executable, str(script), str(step_log), *map(str, args)]
+        elif stale_s is not None:
+            command = [sys.executable, "-c", _WITH_STALE_S, str(stale_s), *map(str, args)]
         self._popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -45,6 +45,10 @@ class ParquetReader(FileReader):
         with self.file.open() as stream:
             return ParquetBounds(stream)
 
+    @property
+    def can_jump(self) -> bool:
+        return True
+
     def _open(self) -> pq.ParquetFile:
         source = self.file.path if self.file.is_local else self.file.open()
         try:
@@ -102,11 +106,14 @@ def _records_of(
         DamagedError: They do not end with row ``stop - 1``.
     """
     for batch in batches:
-        for wanted in cursor.within(row, row + batch.num_rows):
+        end = row + batch.num_rows
+        # One at a time: the cursor may have got more by the time the part before is through.
+        while (wanted := cursor.first_within(row, end)) is not None:
             part = batch.slice(wanted.start - row, len(wanted))
             for number, values in zip(wanted, _rows_in_bounds(part), strict=True):
                 yield Record(number, number - first_row + 1, values)
-        row += batch.num_rows
+            batch, row = batch.slice(wanted.stop - row), wanted.stop  # noqa: PLW2901
+        row = end
         if stop is not None and row > stop:
             break
         cursor.wants(row)
@@ -174,6 +181,10 @@ class SavedDatasetReader:
     name: str
     files: tuple[DataFile, ...]
     schema: pa.Schema
+
+    @property
+    def can_jump(self) -> bool:
+        return False
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         row = first_row
@@ -258,6 +269,10 @@ class HubDatasetReader:
     def schema(self) -> pa.Schema | None:
         features = self.dataset.features
         return None if features is None else features.arrow_schema
+
+    @property
+    def can_jump(self) -> bool:
+        return False
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         row = first_row

@@ -59,13 +59,14 @@ class Stamp(NamedTuple):
 class RowCursor:
     """Sorted, disjoint ranges of row numbers, walked beside a reader that only goes forward.
 
-    The ranges are drawn when their turn comes, so millions of them need not be in memory.
+    The ranges are drawn when their turn comes, so millions of them need not be in memory. More may be added
+    while the reader waits at the last row of those before.
 
     Raises:
         ValueError: The ranges are not sorted or not disjoint; told when the faulty one is drawn.
     """
 
-    def __init__(self, ranges: Iterable[range]) -> None:
+    def __init__(self, ranges: Iterable[range] = ()) -> None:
         self._ranges = (wanted for wanted in ranges if wanted)
         self._ahead: deque[range] = deque()
         self._last = range(0)
@@ -74,13 +75,27 @@ class RowCursor:
     def _draw(self) -> bool:
         """Whether there was one more range."""
         wanted = next(self._ranges, None)
-        if wanted is None:
-            return False
+        if wanted is not None:
+            self.add(wanted)
+        return wanted is not None
+
+    def add(self, wanted: range) -> None:
+        """Asks for one more range, behind the others; those given at first must have been drawn.
+
+        Raises:
+            ValueError: It is not behind them.
+        """
+        if not wanted:
+            return
         if wanted.start < self._last.stop:
             raise ValueError(f"ranges must be sorted and disjoint, got {self._last} before {wanted}")
         self._last = wanted
         self._ahead.append(wanted)
-        return True
+
+    @property
+    def next_start(self) -> int:
+        """Where the current range, or the next one, begins; only while not ``done``."""
+        return self._ahead[0].start
 
     @property
     def done(self) -> bool:
@@ -102,6 +117,14 @@ class RowCursor:
         """Whether one of the rows ``start`` … ``stop - 1`` is in a range; these must ascend, too."""
         self.wants(start)
         return not self.done and self._ahead[0].start < stop
+
+    def first_within(self, start: int, stop: int) -> range | None:
+        """The first of the parts that ``within`` gives, None when there is none."""
+        self.wants(start)
+        if self.done:
+            return None
+        current = self._ahead[0]
+        return range(max(start, current.start), min(stop, current.stop)) or None
 
     def within(self, start: int, stop: int) -> list[range]:
         """The wanted parts of the rows ``start`` … ``stop - 1``; these must ascend, too."""
@@ -130,6 +153,10 @@ class Reader(Protocol):
     @property
     def schema(self) -> pa.Schema | None:
         """Columns and types where the file declares them; None where each row has its own."""
+
+    @property
+    def can_jump(self) -> bool:
+        """Whether reading may begin anywhere at little cost; else all rows before are passed over."""
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         """Reads forward, once; the first row of the file has the number ``first_row``."""

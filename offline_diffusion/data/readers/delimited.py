@@ -12,9 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from offline_diffusion.data.readers.base import BrokenRecord, Record, Records, RowCursor, broken
+from offline_diffusion.data.readers.base import BrokenRecord, broken
 from offline_diffusion.data.readers.files import MAX_LINE_BYTES, ByteStream, iter_whole_lines, without_ending
-from offline_diffusion.data.readers.lines import TOO_LONG, FileReader
+from offline_diffusion.data.readers.lines import TOO_LONG, TextReader
+from offline_diffusion.data.readers.places import START, Place
 from offline_diffusion.data.values import show
 from offline_diffusion.errors import ManifestError
 
@@ -25,7 +26,7 @@ DELIMITERS = {"\t": "tab", ",": "comma", ";": "semicolon", "|": "bar"}
 
 
 @dataclass(frozen=True)
-class DelimitedReader(FileReader):
+class DelimitedReader(TextReader[list[str] | BrokenRecord]):
     """A header line, then a row a line; a quoted cell may hold line breaks."""
 
     delimiter: str
@@ -35,26 +36,19 @@ class DelimitedReader(FileReader):
     def schema(self) -> pa.Schema | None:
         return pa.schema([(column, pa.string()) for column in self.header])
 
-    def records(self, first_row: int, cursor: RowCursor) -> Records:
-        row = first_row
-        with self.file.open_decompressed() as stream:
-            cells_by_line = split_records(stream, self.delimiter)
-            next(cells_by_line, None)  # the header
-            for number, cells in cells_by_line:
-                if cursor.wants(row):
-                    yield Record(row, number, self._row(cells))
-                elif cursor.done:
-                    break
-                row += 1
-        return row - first_row
+    def items(self, stream: ByteStream, place: Place) -> Iterator[tuple[int, int, list[str] | BrokenRecord]]:
+        records = split_records(stream, self.delimiter, place)
+        if place is START:
+            next(records, None)  # the header
+        return records
 
-    def _row(self, cells: list[str] | BrokenRecord) -> dict[str, Any] | BrokenRecord:
-        if isinstance(cells, BrokenRecord):
-            return cells
-        if len(cells) != len(self.header):
-            raw = self.delimiter.join(cells).encode("utf-8", "surrogateescape")
-            return broken(f"has {len(cells)} cells where the header has {len(self.header)}", raw)
-        return {column: cell or None for column, cell in zip(self.header, cells, strict=True)}
+    def values(self, item: list[str] | BrokenRecord) -> dict[str, Any] | BrokenRecord:
+        if isinstance(item, BrokenRecord):
+            return item
+        if len(item) != len(self.header):
+            raw = self.delimiter.join(item).encode("utf-8", "surrogateescape")
+            return broken(f"has {len(item)} cells where the header has {len(self.header)}", raw)
+        return {column: cell or None for column, cell in zip(self.header, item, strict=True)}
 
 
 def read_header(name: str, head: bytes, delimiter: str) -> tuple[str, ...]:
@@ -64,7 +58,7 @@ def read_header(name: str, head: bytes, delimiter: str) -> tuple[str, ...]:
         ManifestError: There is no such line, or a name occurs twice.
     """
     stream = io.BufferedReader(io.BytesIO(head))
-    _, cells = next(split_records(stream, delimiter), (0, broken("has no header line", b"")))
+    _, _, cells = next(split_records(stream, delimiter), (0, 0, broken("has no header line", b"")))
     if isinstance(cells, BrokenRecord):
         raise ManifestError(f"{name}: the header {cells.reason}")
     header = tuple(cell.strip() or f"column_{index + 1}" for index, cell in enumerate(cells))
@@ -87,33 +81,38 @@ def require_unique(name: str, columns: tuple[str, ...]) -> None:
         seen.add(column)
 
 
-def split_records(stream: ByteStream, delimiter: str) -> Iterator[tuple[int, list[str] | BrokenRecord]]:
-    """The number of the first line and the cells of each record; blank lines are none."""
+def split_records(
+    stream: ByteStream, delimiter: str, place: Place = START
+) -> Iterator[tuple[int, int, list[str] | BrokenRecord]]:
+    """The first line's number and byte offset and the cells of each record; blank lines are none.
+
+    ``stream`` is at ``place``.
+    """
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
-    lines = _Lookahead(iter_whole_lines(stream))
-    for number, whole in lines:
+    lines = _Lookahead(iter_whole_lines(stream, place.line, place.offset))
+    for number, offset, whole in lines:
         line = without_ending(whole)
         if not line or (line.isspace() and delimiter not in line.decode("latin-1")):
             continue
         if len(line) > MAX_LINE_BYTES:
-            yield number, broken(TOO_LONG, line)
+            yield number, offset, broken(TOO_LONG, line)
         elif b'"' not in line:
-            yield number, _checked(line, line.decode("utf-8", "surrogateescape").split(delimiter))
+            yield number, offset, _checked(line, line.decode("utf-8", "surrogateescape").split(delimiter))
         else:
-            yield number, _quoted(whole, lines, delimiter)
+            yield number, offset, _quoted(whole, lines, delimiter)
 
 
 class _Lookahead:
     """Lines of which some can be looked at before they are taken."""
 
-    def __init__(self, lines: Iterator[tuple[int, bytes]]) -> None:
+    def __init__(self, lines: Iterator[tuple[int, int, bytes]]) -> None:
         self._lines = lines
-        self._ahead: deque[tuple[int, bytes]] = deque()
+        self._ahead: deque[tuple[int, int, bytes]] = deque()
 
     def __iter__(self) -> _Lookahead:
         return self
 
-    def __next__(self) -> tuple[int, bytes]:
+    def __next__(self) -> tuple[int, int, bytes]:
         return self._ahead.popleft() if self._ahead else next(self._lines)
 
     def ahead(self) -> Iterator[bytes]:
@@ -124,7 +123,7 @@ class _Lookahead:
                 if line is None:
                     return
                 self._ahead.append(line)
-            yield self._ahead[index][1]
+            yield self._ahead[index][2]
 
     def take(self, count: int) -> bytes:
         return b"".join(self._ahead.popleft()[1] for _ in range(count))

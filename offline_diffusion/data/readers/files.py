@@ -8,6 +8,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -106,6 +107,12 @@ class DataFile:
                 inner = layers.enter_context(_decompress(stream, codec, self.name))
                 stream = layers.enter_context(io.BufferedReader(inner, BUFFER_BYTES))
             yield stream
+
+    @cached_property
+    def is_compressed(self) -> bool:
+        """Whether it must be read from its beginning."""
+        with self.open() as stream:
+            return detect_codec(stream.read(8)) is not None
 
     def head(self) -> bytes:
         """Up to the first 256 KiB, decompressed.
@@ -240,7 +247,7 @@ def codec_works(codec: str) -> bool:
 
 def iter_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
     """Line numbers from 1 and lines without their ending; see ``iter_whole_lines``."""
-    for number, line in iter_whole_lines(stream):
+    for number, _, line in iter_whole_lines(stream):
         yield number, without_ending(line)
 
 
@@ -251,22 +258,29 @@ def without_ending(line: bytes) -> bytes:
     return line[:-1] if line.endswith(b"\n") else line
 
 
-def iter_whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
-    """Line numbers from 1 and lines with their ending; a BOM is dropped.
+def iter_whole_lines(
+    stream: ByteStream, number: int = 1, offset: int = 0
+) -> Iterator[tuple[int, int, bytes]]:
+    """Line numbers, byte offsets, and lines with their ending; a BOM is dropped.
 
     A line over ``MAX_LINE_BYTES`` comes cut to that length and one more byte.
+
+    Args:
+        stream: Where a line begins.
+        number, offset: Of that line.
 
     Raises:
         DamagedError: A line does not end within ``MAX_PASSED_BYTES``.
     """
-    if stream.peek(3)[:3] == BOM:
-        stream.read(3)
+    if not offset and stream.peek(3)[:3] == BOM:
+        offset = len(stream.read(3))
     read: Callable[[], bytes] = lambda: stream.readline(MAX_LINE_BYTES + 1)  # noqa: E731
-    for number, line in enumerate(iter(read, b""), start=1):
-        yield number, line
+    for numbered, line in enumerate(iter(read, b""), start=number):
+        yield numbered, offset, line
         rest, num_bytes = line, len(line)
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = read()
             num_bytes += len(rest)
             if num_bytes > MAX_PASSED_BYTES:
-                raise DamagedError(f"line {number} does not end within {MAX_PASSED_BYTES} bytes")
+                raise DamagedError(f"line {numbered} does not end within {MAX_PASSED_BYTES} bytes")
+        offset += num_bytes

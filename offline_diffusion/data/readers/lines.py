@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
 from offline_diffusion.data.readers.base import BrokenRecord, Record, Records, RowCursor, Stamp, broken
-from offline_diffusion.data.readers.files import BOM, MAX_LINE_BYTES, DataFile, digest_of, iter_lines
+from offline_diffusion.data.readers.files import (
+    BOM,
+    MAX_LINE_BYTES,
+    ByteStream,
+    DataFile,
+    digest_of,
+    iter_whole_lines,
+    without_ending,
+)
 from offline_diffusion.data.readers.json_text import decode_json, object_record
+from offline_diffusion.data.readers.places import ROWS_A_PLACE, START, Place, Places
 from offline_diffusion.data.values import MAX_PROMPT_BYTES
 
 PROMPT_SCHEMA = pa.schema([("prompt", pa.string())])
+
+ItemT = TypeVar("ItemT")
 
 TOO_LONG = f"is over {MAX_LINE_BYTES} bytes long"
 
@@ -32,6 +44,10 @@ class FileReader:
     def schema(self) -> pa.Schema | None:
         return None
 
+    @property
+    def can_jump(self) -> bool:
+        return False
+
     def stamp(self) -> Stamp:
         return self.file.stamp()
 
@@ -39,34 +55,68 @@ class FileReader:
         return self.file.digest()
 
 
-class LinesReader(FileReader):
-    """A row a line; blank lines are no rows."""
+class TextReader(FileReader, Generic[ItemT]):
+    """A file of which each part makes a row. Where rows begin is remembered, so that they are jumped to."""
 
-    def parse(self, line: bytes) -> dict[str, Any] | BrokenRecord:
-        """The row of a line."""
+    @cached_property
+    def places(self) -> Places:
+        """Those that were come by."""
+        return Places()
+
+    @property
+    def can_jump(self) -> bool:
+        return not self.file.is_compressed
+
+    def items(self, stream: ByteStream, place: Place) -> Iterator[tuple[int, int, ItemT]]:
+        """The line, the byte offset and the content of each part from ``place`` on, where ``stream`` is."""
+        raise NotImplementedError
+
+    def values(self, item: ItemT) -> dict[str, Any] | BrokenRecord:
+        """The row that a part makes."""
         raise NotImplementedError
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
-        row = first_row
+        places, can_jump = self.places, self.can_jump
         with self.file.open_decompressed() as stream:
-            for number, line in iter_lines(stream):
-                if not line or line.isspace():
-                    continue
-                if cursor.wants(row):
-                    yield Record(row, number, self.parse(line))
-                elif cursor.done:
-                    break
-                row += 1
+            place: Place | None = START
+            while place is not None:
+                row = first_row + place.row
+                if place is not START:
+                    stream.seek(place.offset)
+                start, place = place, None
+                for number, offset, item in self.items(stream, start):
+                    if can_jump and not (row - first_row) % ROWS_A_PLACE:
+                        places.learn(row - first_row, number, offset)
+                    if cursor.wants(row):
+                        yield Record(row, number, self.values(item))
+                    elif cursor.done:
+                        break
+                    elif row - first_row < places.end:
+                        place = places.before(cursor.next_start - first_row)
+                        if place.row > row - first_row:
+                            break
+                        place = None
+                    row += 1
         return row - first_row
+
+
+class LinesReader(TextReader[bytes]):
+    """A row a line; blank lines are no rows."""
+
+    def items(self, stream: ByteStream, place: Place) -> Iterator[tuple[int, int, bytes]]:
+        for number, offset, whole in iter_whole_lines(stream, place.line, place.offset):
+            line = without_ending(whole)
+            if line and not line.isspace():
+                yield number, offset, line
 
 
 class JsonLinesReader(LinesReader):
     """One JSON object a line."""
 
-    def parse(self, line: bytes) -> dict[str, Any] | BrokenRecord:
-        if len(line) > MAX_LINE_BYTES:
-            return broken(TOO_LONG, line)
-        return object_record(decode_json(line), line)
+    def values(self, item: bytes) -> dict[str, Any] | BrokenRecord:
+        if len(item) > MAX_LINE_BYTES:
+            return broken(TOO_LONG, item)
+        return object_record(decode_json(item), item)
 
 
 class PromptLinesReader(LinesReader):
@@ -76,8 +126,8 @@ class PromptLinesReader(LinesReader):
     def schema(self) -> pa.Schema | None:
         return PROMPT_SCHEMA
 
-    def parse(self, line: bytes) -> dict[str, Any] | BrokenRecord:
-        return prompt_record(line)
+    def values(self, item: bytes) -> dict[str, Any] | BrokenRecord:
+        return prompt_record(item)
 
 
 def prompt_record(raw: bytes) -> dict[str, Any] | BrokenRecord:
@@ -98,6 +148,10 @@ class PromptFolderReader:
     @property
     def schema(self) -> pa.Schema | None:
         return PROMPT_SCHEMA
+
+    @property
+    def can_jump(self) -> bool:
+        return True
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         for index, (stem, file) in enumerate(self.files):

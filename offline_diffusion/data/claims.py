@@ -1,0 +1,205 @@
+"""Who makes which shard: one owner at a time, told by file names alone.
+
+``_state/claims/<stem>.<generation>.json`` is created exclusively and never changed; the highest
+generation owns. A shard is taken over by creating the next one, and only from an owner that has let go or
+is dead. No locks, and no comparison of two machines' clocks, so that it holds on NFS and Lustre.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from offline_diffusion.data import heartbeat
+from offline_diffusion.data.files import create_file, disk_errors, read_json, to_json
+from offline_diffusion.data.heartbeat import heartbeat_path, read_heartbeat
+from offline_diffusion.data.layout import SCRATCH, STATE, Shard
+from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
+from offline_diffusion.errors import JobError
+
+CLAIMS = f"{STATE}/claims"
+
+MAX_LOOK_GAP_S = 5.0
+"""An owner's silence counts for no more than this from one look to the next: an observer that was frozen
+itself, with the whole machine perhaps, has not seen that the owner was silent."""
+
+Verdict = Literal["dead", "alive", "unsure"]
+
+_NAME = re.compile(r"shard-(\d{5,})\.(\d{6,})\.(json|released)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """That a shard is a worker's.
+
+    Args:
+        shard: Its index.
+        generation: Counts the owners of the shard from 0; names what this owner writes.
+        worker, task, process: The owner.
+        job_id: Of the job it works for: the folder may have been given to another manifest since.
+        created_at: Seconds since the epoch, for people.
+    """
+
+    shard: int
+    generation: int
+    worker: str
+    task: int
+    process: ProcessId
+    job_id: str
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The highest generation of a shard's claims, and whether its owner has let go."""
+
+    generation: int
+    released: bool
+
+
+class Claims:
+    """The claims of an output folder, as one worker sees and makes them.
+
+    Args:
+        out: The output folder.
+        worker, task: Who claims.
+        job_id: The job it works for.
+    """
+
+    def __init__(self, out: Path, *, worker: str, task: int, job_id: str) -> None:
+        self.worker, self.task, self.job_id = worker, task, job_id
+        self._folder, self._scratch = out / CLAIMS, out / SCRATCH
+        self._process = this_process()
+
+    def newest(self) -> dict[int, Newest]:
+        """The owner of every shard that has one, by shard: one directory listing."""
+        return newest_claims(self._folder)
+
+    def read(self, shard: Shard, generation: int) -> Claim:
+        """A claim; where it is damaged or gone, one of a worker that never gives a sign."""
+        path = self._path(shard, generation)
+        try:
+            values: dict[str, Any] = read_json(path)
+            return Claim(process=ProcessId(**values.pop("process")), **values)
+        except (OSError, KeyError, TypeError, JobError):
+            return Claim(
+                shard=shard.index,
+                generation=generation,
+                worker=path.stem,
+                task=0,
+                process=ProcessId(),
+                job_id=self.job_id,
+                created_at=0.0,
+            )
+
+    def create(self, shard: Shard, generation: int) -> bool:
+        """Claims a shard; of several workers that try the same generation one wins.
+
+        Returns:
+            Whether this one did.
+
+        Raises:
+            JobError: The folder cannot be written.
+        """
+        claim = Claim(
+            shard=shard.index,
+            generation=generation,
+            worker=self.worker,
+            task=self.task,
+            process=self._process,
+            job_id=self.job_id,
+            created_at=time.time(),
+        )
+        with disk_errors(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            return create_file(self._path(shard, generation), to_json(asdict(claim)), self._scratch)
+
+    def release(self, shard: Shard, generation: int) -> None:
+        """Lets go of a claim that is ours; where that cannot be written, our last heartbeat says it."""
+        with contextlib.suppress(OSError):
+            create_file(self._path(shard, generation).with_suffix(".released"), b"", self._scratch)
+
+    def remove(self, shard: Shard, generation: int) -> None:
+        """Takes a published shard's claims up to a generation away; a later owner's stays."""
+        for path in self._folder.glob(f"{shard.stem}.*"):
+            match = _NAME.fullmatch(path.name)
+            if match is not None and int(match[2]) <= generation:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _path(self, shard: Shard, generation: int) -> Path:
+        return self._folder / f"{shard.stem}.{generation:06d}.json"
+
+
+def newest_claims(folder: Path) -> dict[int, Newest]:
+    """The highest generation of each shard claimed in a folder, by shard; empty when there is none."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return {}
+    found: dict[int, Newest] = {}
+    for match in filter(None, map(_NAME.fullmatch, names)):
+        shard, generation, released = int(match[1]), int(match[2]), match[3] == "released"
+        known = found.get(shard)
+        if known is None or generation > known.generation:
+            found[shard] = Newest(generation, released)
+        elif released and generation == known.generation:
+            found[shard] = Newest(generation, True)
+    return found
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of a worker: its last sign, how long that has not changed, whether it ever did."""
+
+    sign: int | None
+    looked_at: float
+    silent_s: float = 0.0
+    has_changed: bool = False
+
+
+@dataclass
+class OwnerWatch:
+    """Tells dead owners from live ones by watching their heartbeats change.
+
+    Args:
+        out: The output folder.
+        job_id: Owners that work for another job have nothing to do here any more.
+        stale_s: Seconds of silence, while it was watched, after which an owner is taken for dead.
+        clock: A monotonic clock in seconds; no other clock is asked.
+    """
+
+    out: Path
+    job_id: str
+    stale_s: float = field(default_factory=lambda: heartbeat.STALE_S)
+    clock: Callable[[], float] = time.monotonic
+    _seen: dict[str, _Seen] = field(default_factory=dict)
+
+    def judge(self, claim: Claim) -> Verdict:
+        """Looks at an owner once more; ``unsure`` until it was seen to change or was silent for long."""
+        beat = read_heartbeat(heartbeat_path(self.out, claim.task, claim.worker))
+        has_ended = beat is not None and beat.state != "running"
+        if claim.job_id != self.job_id or has_ended or is_known_dead(claim.process):
+            return "dead"
+        seen = self._look(claim.worker, None if beat is None else beat.count)
+        if seen.silent_s >= self.stale_s:
+            return "dead"
+        return "alive" if seen.has_changed else "unsure"
+
+    def _look(self, worker: str, sign: int | None) -> _Seen:
+        now = self.clock()
+        seen = self._seen.get(worker)
+        if seen is None:
+            self._seen[worker] = seen = _Seen(sign, now)
+        elif seen.sign != sign:
+            self._seen[worker] = seen = _Seen(sign, now, has_changed=sign is not None)
+        else:
+            seen.silent_s += min(now - seen.looked_at, MAX_LOOK_GAP_S)
+            seen.looked_at = now
+        return seen

@@ -1,0 +1,189 @@
+"""The queue of shards: own share first, then the dearest that is free, then what the dead left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from output_fakes import make_rows, open_ledger, run_job
+
+from offline_diffusion.data.claims import Claims, OwnerWatch
+from offline_diffusion.data.heartbeat import Heartbeat, write_heartbeat
+from offline_diffusion.data.ledger import Ledger
+from offline_diffusion.data.shard_queue import ShardQueue
+
+NUM_SHARDS = 6
+COSTS = [1.0, 5.0, 2.0, 9.0, 5.0, 3.0]
+ROWS = make_rows(2 * NUM_SHARDS)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.2  # every look is a little later
+        return self.now
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return open_ledger(tmp_path, 2 * NUM_SHARDS, 2)
+
+
+def beat(ledger: Ledger, worker: str, state: Any = "running") -> None:
+    write_heartbeat(ledger.out, Heartbeat(task=0, num_tasks=1, worker=worker, state=state))
+
+
+def queue_of(ledger: Ledger, worker: str, share: list[int], **options: Any) -> ShardQueue:
+    beat(ledger, worker)
+    clock, job_id = Clock(), ledger.job.job_id
+    todo = options.pop("todo", {n: None for n in range(NUM_SHARDS) if n not in ledger.published()})
+    return ShardQueue(
+        ledger,
+        Claims(ledger.out, worker=worker, task=0, job_id=job_id),
+        todo=todo,
+        share=share,
+        costs=COSTS,
+        watch=OwnerWatch(ledger.out, job_id, stale_s=30.0, clock=clock),
+        clock=clock,
+        **options,
+    )
+
+
+def publish(ledger: Ledger, *shards: int) -> None:
+    """Publishes some shards as a worker that is done would."""
+    folder = ledger.out / "elsewhere"
+    other = open_ledger(folder, 2 * NUM_SHARDS, 2)
+    run_job(other, ROWS)
+    for number in shards:
+        marker = other.marker_path(other.shards[number])
+        marker.rename(ledger.markers_folder / marker.name)
+
+
+def take_all(queue: ShardQueue, limit: int = 500) -> list[tuple[int, int]]:
+    taken = []
+    for _ in range(limit):
+        if not queue.is_open:
+            break
+        if (claimed := queue.take()) is not None:
+            taken.append((claimed.shard.index, claimed.generation))
+    return taken
+
+
+def test_own_share_in_order_then_the_dearest(ledger: Ledger) -> None:
+    queue = queue_of(ledger, "a", [5, 0])
+    assert queue.num_rows_ahead == 4
+    assert queue.has_work() is True
+    assert take_all(queue) == [(n, 0) for n in (0, 5, 3, 1, 4, 2)]
+    assert queue.num_rows_ahead == 0
+    assert (queue.is_open, queue.take(), queue.num_left_to_others) == (False, None, 0)
+
+
+def test_in_order_where_jumps_are_dear(ledger: Ledger) -> None:
+    assert [n for n, _ in take_all(queue_of(ledger, "a", [4], ascending=True))] == [4, 0, 1, 2, 3, 5]
+
+
+def test_two_workers_share_without_a_word(ledger: Ledger) -> None:
+    first, second = queue_of(ledger, "a", [0, 2, 4]), queue_of(ledger, "b", [1, 3, 5])
+    taken: dict[str, list[int]] = {"a": [], "b": []}
+    for name, queue in (("a", first), ("b", second), ("a", first), ("a", first), ("a", first), ("b", second)):
+        claimed = queue.take()
+        assert claimed is not None
+        taken[name].append(claimed.shard.index)
+    assert taken == {"a": [0, 2, 4, 3], "b": [1, 5]}
+    for queue in (first, second):
+        assert queue.take() is None
+        assert queue.is_open, "the other may be dead"
+
+
+def test_a_second_start_of_a_task_shares_it(ledger: Ledger) -> None:
+    """Both of the same share: no shard is given twice."""
+    first, second = (queue_of(ledger, name, list(range(NUM_SHARDS))) for name in "ab")
+    taken = [queue.take() for queue in (first, second, second, first, first, second)]
+    assert [claimed.shard.index for claimed in taken if claimed] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_live_owner_keeps_its_shards(ledger: Ledger) -> None:
+    first, second = queue_of(ledger, "a", []), queue_of(ledger, "b", [])
+    assert len(take_all(first)) == NUM_SHARDS
+    assert second.has_work() is None
+    for _ in range(NUM_SHARDS):
+        assert second.take() is None
+    beat(ledger, "a")
+    assert second.take() is None
+    assert second.has_work() is False
+    assert (second.is_open, second.num_left_to_others) == (False, NUM_SHARDS)
+    publish(ledger, 1, 2)
+    assert second.num_left_to_others == NUM_SHARDS - 2
+
+
+def test_a_silent_owner_loses_its_shards(ledger: Ledger) -> None:
+    first, second = queue_of(ledger, "a", [3]), queue_of(ledger, "b", [1, 3])
+    assert first.take() is not None
+    assert [n for n, _ in take_all(second, limit=5)] == [1, 4, 5, 2, 0]
+    assert second.take() is None
+    assert second.is_open
+    assert take_all(second) == [(3, 1)], "the next generation"
+    assert first.num_left_to_others == 0
+    assert not second.is_open
+
+
+def test_what_was_let_go_is_taken_at_once_and_in_order(ledger: Ledger) -> None:
+    first = queue_of(ledger, "a", [0, 1, 2])
+    for _ in range(3):
+        first.take()
+    publish(ledger, 1)
+    first.close()
+    names = sorted(path.name for path in (ledger.state / "claims").iterdir())
+    assert not any("shard-00001" in name for name in names), "claims of what is published go"
+    assert "shard-00000.000000.released" in names
+    assert take_all(queue_of(ledger, "b", [0, 1, 2]), limit=2) == [(0, 1), (2, 1)]
+
+
+def test_an_owner_that_stopped_without_letting_go_loses_its_shards(ledger: Ledger) -> None:
+    queue_of(ledger, "a", [0]).take()
+    beat(ledger, "a", "stopped")
+    assert take_all(queue_of(ledger, "b", [0]), limit=1) == [(0, 1)]
+
+
+def test_what_others_publish_meanwhile_is_passed_over(ledger: Ledger) -> None:
+    queue = queue_of(ledger, "a", [0, 1, 2])
+    assert queue.take() is not None
+    publish(ledger, 0, 1, 3)
+    assert [n for n, _ in take_all(queue)] == [2, 4, 5]
+    assert not any("shard-00000" in path.name for path in (ledger.state / "claims").iterdir())
+
+
+def test_a_generation_is_above_what_was_made_without_a_claim(ledger: Ledger) -> None:
+    """As the version before left it, or where somebody has deleted the claims."""
+    (ledger.partials / "shard-00002.000007-0123abcd.arrows").write_bytes(b"")
+    assert take_all(queue_of(ledger, "a", [2]), limit=1) == [(2, 8)]
+
+
+def test_a_publication_is_made_again_once(ledger: Ledger) -> None:
+    """Two workers retry the same failures: whoever comes second finds another publication there."""
+    run_job(ledger, ROWS, failing={(0, 0): "nan", (6, 0): "nan"})
+    before = {n: ledger.markers()[n] for n in (0, 3)}
+    first, second = (queue_of(ledger, name, [0, 3], todo=before) for name in "ab")
+    assert [claimed.shard.index for claimed in (first.take(), second.take()) if claimed] == [0, 3]
+    run_job(ledger, ROWS, retry_failed=True)
+    assert (take_all(first), take_all(second)) == ([], [])
+    for queue in (first, second):
+        queue.close()
+    assert not list((ledger.state / "claims").iterdir())
+
+
+def test_leftovers_of_the_dead_are_cleared(ledger: Ledger) -> None:
+    first = queue_of(ledger, "a", [])
+    assert len(take_all(first)) == NUM_SHARDS
+    publish(ledger, 0, 1)  # killed between the marker and the claim's removal
+    third = queue_of(ledger, "c", [])
+    third.clear_leftovers([0, 1])
+    assert len(list((ledger.state / "claims").iterdir())) == NUM_SHARDS, "its owner may live"
+    beat(ledger, "a", "stopped")
+    third = queue_of(ledger, "c", [])
+    third.clear_leftovers([0, 1])
+    assert len(list((ledger.state / "claims").iterdir())) == NUM_SHARDS - 2
+    assert third.num_left_to_others == 0

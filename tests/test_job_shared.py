@@ -1,0 +1,80 @@
+"""Several workers of one folder, in one process: what each says, takes and leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from job_fakes import SMALL, CountingEngine, Runner, make_rows, pixels_by_key, write_jsonl
+
+from offline_diffusion.data import sink as sink_module
+from offline_diffusion.data.verify import verify
+from offline_diffusion.job import JobSummary
+
+NUM_ROWS = 16
+OPTIONS = SMALL | {"shard_size": 1, "max_num_seqs": 2, "scheduling_policy": "fifo", "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def _quick_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "INTERVAL_S", 0.1)
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "m.jsonl", make_rows(NUM_ROWS))
+
+
+def test_what_a_live_worker_holds_is_left_to_it(manifest: Path, tmp_path: Path) -> None:
+    """A second start in the middle of the first, which holds all shards."""
+    out, said, first, second = tmp_path / "out", list[str](), Runner(), Runner()
+    later: list[JobSummary] = []
+
+    def on_step(engine: CountingEngine) -> None:
+        if engine.num_steps == 6:
+            later.append(second.run(manifest, out, say=said.append, **OPTIONS))
+
+    first.on_step = on_step
+    assert first.run(manifest, out, **OPTIONS).num_ok == NUM_ROWS
+    (summary,) = later
+    assert second.engine is None, "a model was loaded for nothing"
+    assert not summary.interrupted
+    assert summary.num_ok + int(said[-1].split()[0]) >= NUM_ROWS  # the first goes on publishing meanwhile
+    assert said[-1].endswith("left to other workers, which are at work on them")
+    assert sum(first.finished.values()) == NUM_ROWS
+    assert verify(out).pending == verify(out).problems == []
+
+
+def test_a_helper_claims_only_what_it_needs_next(tmp_path: Path) -> None:
+    """Its own half it takes at once, then a shard of one image about whenever one is drawn."""
+    manifest = write_jsonl(tmp_path / "same.jsonl", make_rows(NUM_ROWS, prompt="a red cup"))
+    out, runner, ahead = tmp_path / "out", Runner(), list[int]()
+
+    def on_step(engine: CountingEngine) -> None:
+        paths = [*(out / "_state" / "shards").iterdir(), *(out / "_state" / "claims").iterdir()]
+        num_claimed = len({path.name.split(".")[0] for path in paths})
+        if num_claimed > NUM_ROWS // 2:
+            ahead.append(num_claimed - engine.finished.total())
+
+    runner.on_step = on_step
+    assert runner.run(manifest, out, num_tasks=2, task_index=0, **OPTIONS).num_ok == NUM_ROWS
+    assert 0 < max(ahead) <= 6
+    assert len(pixels_by_key(out)) == NUM_ROWS
+
+
+def test_two_tasks_that_run_at_once_draw_each_image_once(manifest: Path, tmp_path: Path) -> None:
+    """The second task begins and ends in the middle of the first one's steps, and helps it."""
+    out, first, second = tmp_path / "out", Runner(), Runner()
+    later: list[JobSummary] = []
+
+    def on_step(engine: CountingEngine) -> None:
+        if engine.num_steps == 4:
+            later.append(second.run(manifest, out, num_tasks=2, task_index=1, **OPTIONS))
+
+    first.on_step = on_step
+    summary = first.run(manifest, out, num_tasks=2, task_index=0, **OPTIONS)
+    assert not summary.interrupted
+    assert sum(second.finished.values()) >= NUM_ROWS // 2 - 4
+    assert set((first.finished + second.finished).values()) == {1}
+    assert len(pixels_by_key(out)) == NUM_ROWS
+    assert not list((out / "_state" / "claims").iterdir())
