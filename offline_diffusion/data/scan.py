@@ -28,6 +28,7 @@ INDEX_FILE = "manifest-index.json"
 DUPLICATES_FILE = "manifest-duplicates.npy"
 INDEX_VERSION = 2
 
+
 @dataclass(frozen=True)
 class ManifestIndex:
     """What a scan finds out.
