@@ -48,23 +48,27 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.num_images_per_prompt is None:
             raise ValueError("num_images_per_prompt must be an integer of at least 1, got None")
-        for name in ("height", "width", "num_inference_steps", "num_images_per_prompt"):
-            value = getattr(self, name)
-            if value is not None and not (_is_integer(value) and int(value) >= 1):
+        # Millions of rows pass here: what is not given, and plain numbers, are settled without a call.
+        counts = (self.height, self.width, self.num_inference_steps, self.num_images_per_prompt)
+        for name, value in zip(_COUNTS, counts, strict=True):
+            if value is None or (type(value) is int and value >= 1):
+                continue
+            if not (_is_integer(value) and int(value) >= 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        for name in ("true_cfg_scale", "guidance_scale"):
-            value = getattr(self, name)
-            if value is not None and not (_is_finite(value) and value >= 0):
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+        for name, scale in (("true_cfg_scale", self.true_cfg_scale), ("guidance_scale", self.guidance_scale)):
+            if scale is not None and not (_is_finite(scale) and scale >= 0):
+                raise ValueError(f"{name} must be a finite number of at least 0, got {scale!r}")
         seed = self.seed
         if seed is not None and not (_is_integer(seed) and 0 <= int(seed) <= MAX_SEED):
             raise ValueError(f"seed must be an integer from 0 to 2**64-1, got {seed!r}")
         if not _is_finite(self.lora_scale):
             raise ValueError(f"lora_scale must be a finite number, got {self.lora_scale!r}")
-        for name in ("negative_prompt", "lora"):
-            value = getattr(self, name)
-            if not isinstance(value, str | None):
-                raise ValueError(f"{name} must be a string or None, got {value!r}")
+        for name, text in (("negative_prompt", self.negative_prompt), ("lora", self.lora)):
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"{name} must be a string or None, got {text!r}")
+
+
+_COUNTS = ("height", "width", "num_inference_steps", "num_images_per_prompt")
 
 
 def _is_integer(value: object) -> bool:

@@ -301,7 +301,12 @@ def test_a_job_file_made_to_do_harm(tmp_path: Path, text: str, message: str) -> 
 def test_an_alias_of_a_value_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("base: &base {p: prompt}\nmap: *base\nheight: &side 512\nwidth: *side\n")
-    assert read_job_file(path) == {"base": {"p": "prompt"}, "map": {"p": "prompt"}, "height": 512, "width": 512}
+    assert read_job_file(path) == {
+        "base": {"p": "prompt"},
+        "map": {"p": "prompt"},
+        "height": 512,
+        "width": 512,
+    }
 
 
 def test_a_job_file_without_end() -> None:

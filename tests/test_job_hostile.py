@@ -7,8 +7,17 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from job_fakes import SMALL, Runner, write_jsonl
 
-
-IDS = ["../../escaped", "/tmp/offdiff-escaped", "a/../../b", "C:\\x", "..", "~", "😀" * 1024, "-rf", "$(touch x)"]
+IDS = [
+    "../../escaped",
+    "/tmp/offdiff-escaped",
+    "a/../../b",
+    "C:\\x",
+    "..",
+    "~",
+    "😀" * 1024,
+    "-rf",
+    "$(touch x)",
+]
 HTML = "<script>alert(1)</script><img src=x onerror=alert(2)> --- </body> `x` | a | {{ x }}"
 
 

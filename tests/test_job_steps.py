@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,20 +135,30 @@ def test_a_kill_loses_what_was_done_since_the_last_checkpoint(
     assert step_files(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("look_ahead", "first_step"), [(256, 1), (1, 2)]
+)  # a look of 1 opens the shard first
 def test_what_waits_keeps_its_steps_through_later_checkpoints(
-    manifest: Path, whole: dict[Any, str], tmp_path: Path
+    manifest: Path,
+    whole: dict[Any, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    look_ahead: int,
+    first_step: int,
 ) -> None:
-    """Three are begun, then only one at a time goes on, killed twice: nobody's steps are forgotten."""
+    """Three are begun, then only one at a time goes on, killed twice: nobody's steps are forgotten, whether
+    they wait in the engine or are not there yet."""
     stop, first = StopFlag(), Runner()
     first.on_step = stop_at_step(stop, 4)
     first.run(manifest, tmp_path, stop=stop, **OPTIONS)
     assert saved(tmp_path) == {"0-0": 4, "1-0": 4, "1-1": 4}
+    monkeypatch.setattr("offline_diffusion.job.LOOK_AHEAD", look_ahead)
     (one,) = step_files(tmp_path)
-    run_until_killed(manifest, tmp_path, 2, checkpoint_interval=1e-6, max_num_seqs=1)
+    run_until_killed(manifest, tmp_path, first_step + 1, checkpoint_interval=1e-6, max_num_seqs=1)
     assert saved(tmp_path) == {"0-0": 5, "1-0": 4, "1-1": 4}
     (two,) = step_files(tmp_path)
     assert (one.name, two.name) == ("shard-00000.000000.safetensors", "shard-00000.000001.safetensors")
-    assert run_until_killed(manifest, tmp_path, 2, checkpoint_interval=0, max_num_seqs=1) == 1
+    assert run_until_killed(manifest, tmp_path, first_step + 1, checkpoint_interval=0, max_num_seqs=1) == 1
     assert saved(tmp_path) == {"0-0": 5, "1-0": 4, "1-1": 4}
     last = Runner()
     last.run(manifest, tmp_path, **OPTIONS)
@@ -285,7 +296,12 @@ def test_published_shards_are_let_go(
 
     monkeypatch.setattr(StepSaver, "__init__", watched)
     runner = Runner()
-    runner.on_step = lambda engine: known.append(len(savers[0]._open))
+
+    def on_step(engine: CountingEngine) -> None:
+        time.sleep(0.05)  # for the sink to publish
+        known.append(len(savers[0]._open))
+
+    runner.on_step = on_step
     options = OPTIONS | {"shard_size": 1, "num_inference_steps": 2, "max_num_seqs": 1}
     monkeypatch.setattr("offline_diffusion.job.LOOK_AHEAD", 1)
     runner.run(manifest, tmp_path, checkpoint_interval=interval, **options)

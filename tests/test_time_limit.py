@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job_fakes import SMALL, CountingEngine, Runner, make_rows, write_jsonl
@@ -86,9 +87,18 @@ def test_a_job_out_of_time_saves_its_images_and_goes_on_later(tmp_path: Path) ->
     assert first.engine.num_image_steps + second.engine.num_image_steps == 3 * 400
 
 
-def test_nothing_is_begun_that_would_be_cut_short(tmp_path: Path) -> None:
-    """Short images tell how long a step takes: the long ones that wait are left to the next run."""
-    rows = make_rows(6)
+def test_nothing_is_begun_that_would_be_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short images tell how long a step takes: the long ones that wait are left to the next run, unread."""
+    rows = make_rows(30)
+    monkeypatch.setattr("offline_diffusion.job.LOOK_AHEAD", 4)
+    add_request, added = CountingEngine.add_request, []
+
+    def add(self: CountingEngine, request: Any, *others: Any) -> None:
+        added.append(request)
+        add_request(self, request, *others)
+
+    monkeypatch.setattr(CountingEngine, "add_request", add)
+    rows[1]["num_inference_steps"] = 30  # goes on while others are left
     for row in rows[2:]:
         row["num_inference_steps"] = 2_000
     manifest, lines = write_jsonl(tmp_path / "m.jsonl", rows), []
@@ -105,7 +115,8 @@ def test_nothing_is_begun_that_would_be_cut_short(tmp_path: Path) -> None:
     assert "time limit: too little time is left to begin more images" in lines
     assert time.monotonic() - started < 40, "it must not wait for the end with nothing to do"
     assert first.engine is not None
-    assert first.engine.num_image_steps == 2 * 2
+    assert first.engine.num_image_steps == 2 + 30
+    assert len(added) < 10, "the rest of the manifest must not be read only to be dropped"
 
 
 def test_an_image_longer_than_every_limit_is_finished_in_the_end(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ class IdTable:
         rows = np.arange(self._first_row, self._first_row + len(digests), dtype=np.uint64)
         self._first_row += len(digests)
         self._digests.clear()
-        return np.column_stack([digests, rows])[digests.any(axis=1)]
+        entries: Entries = np.column_stack([digests, rows])
+        return entries[digests.any(axis=1)]
 
     def _spill(self) -> None:
         """Appends what is in memory to the file, sorted by bucket: a run."""
@@ -84,7 +85,7 @@ class IdTable:
         buckets = entries[:, 0] % NUM_BUCKETS
         ends = np.cumsum(np.bincount(buckets.astype(np.int64), minlength=NUM_BUCKETS))
         try:
-            self._file = self._file or tempfile.TemporaryFile(prefix="offdiff-ids-")
+            self._file = self._file or tempfile.TemporaryFile(prefix="offdiff-ids-")  # noqa: SIM115  # see repeated
             start = self._file.tell()
             self._file.write(entries[np.argsort(buckets, kind="stable")].tobytes())
         except OSError as error:
@@ -124,7 +125,8 @@ class _Repeats:
         is_repeat = np.zeros(len(ordered), bool)
         is_repeat[1:] = (ordered[1:, :2] == ordered[:-1, :2]).all(axis=1)
         self._seen = ordered[~is_repeat]
-        return ordered[is_repeat, 2].astype(np.int64)
+        repeats: np.ndarray = ordered[is_repeat, 2].astype(np.int64)
+        return repeats
 
 
 def repeated_rows(manifest: Manifest, repeated: RowSet) -> Iterator[ManifestRow]:

@@ -33,6 +33,7 @@ PLACES_FILE = "manifest-places.npy"
 _ARRAY_FILES = (DUPLICATES_FILE, COSTS_FILE, PLACES_FILE)
 INDEX_VERSION = 2
 
+
 @dataclass(frozen=True)
 class ManifestIndex:
     """What a scan finds out.

@@ -216,9 +216,7 @@ def _dataset_file(path: str) -> DataFile:
     return DataFile(path, _LOCAL, path)
 
 
-def _files_below(
-    source: str, fs: fsspec.AbstractFileSystem, path: str, notes: list[str]
-) -> list[DataFile]:
+def _files_below(source: str, fs: fsspec.AbstractFileSystem, path: str, notes: list[str]) -> list[DataFile]:
     """Every file below a folder, sorted; names that start with ``.`` or ``_`` are left out.
 
     Raises:
@@ -247,7 +245,9 @@ def _walk(source: str, path: str, notes: list[str]) -> Iterator[str]:
         status = os.stat(folder)
         if (status.st_dev, status.st_ino) in seen:
             folders.clear()
-            notes.append(f"{source}: left out {_printable(os.path.relpath(folder, path))}: it is read already")
+            notes.append(
+                f"{source}: left out {_printable(os.path.relpath(folder, path))}: it is read already"
+            )
             continue
         seen.add((status.st_dev, status.st_ino))
         files = (os.path.join(folder, name) for name in names)

@@ -14,7 +14,7 @@ from offline_diffusion.models.base import DiffusionModel
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 
 SAFETENSORS_HINT = (
-    "weights are read from .safetensors files only: .bin, .pt and .ckpt files can run code when they are opened; "
+    "weights are read from .safetensors files only: .bin, .pt and .ckpt files can run code when opened; "
     "where you trust them, save_pretrained of diffusers writes them anew"
 )
 

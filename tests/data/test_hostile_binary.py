@@ -53,7 +53,11 @@ def test_one_value_for_all_rows_is_not_multiplied(tmp_path: Path) -> None:
 def test_values_that_begin_as_the_one_before_are_not_multiplied(tmp_path: Path) -> None:
     num_rows = 100
     columns = {"prompt": ["a"] * num_rows, "note": ["x" * MIB] * num_rows}
-    options = {"use_dictionary": False, "column_encoding": {"note": "DELTA_BYTE_ARRAY"}, "compression": "zstd"}
+    options = {
+        "use_dictionary": False,
+        "column_encoding": {"note": "DELTA_BYTE_ARRAY"},
+        "compression": "zstd",
+    }
     path = write(tmp_path / "rows.parquet", columns, **options)
     with path.open("rb") as stream:
         allowed = ParquetBounds(stream).batch_rows(0, stream)
@@ -64,7 +68,9 @@ def test_values_that_begin_as_the_one_before_are_not_multiplied(tmp_path: Path) 
 def test_a_dictionary_beyond_measure_is_refused(tmp_path: Path) -> None:
     columns = {"prompt": ["a"] * 3, "note": repeated_value(3, 65 * MIB)}
     path = write(tmp_path / "rows.parquet", columns, compression="zstd", dictionary_pagesize_limit=2**30)
-    with pytest.raises(ManifestError, match=r"column note has a dictionary of \d+ bytes; at most 67108864 are"):
+    with pytest.raises(
+        ManifestError, match=r"column note has a dictionary of \d+ bytes; at most 67108864 are"
+    ):
         opened(path)
 
 
@@ -97,7 +103,9 @@ def test_lists_of_no_bytes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     path = write(tmp_path / "rows.parquet", columns, compression="zstd")
     assert len(good_rows(path)) == 2
     monkeypatch.setattr(parquet_bounds, "MAX_PACKED_VALUES", 1_000_000)
-    with pytest.raises(ManifestError, match=r"column o\.list\.list\.element has 20000\d+ values in \d+ bytes"):
+    with pytest.raises(
+        ManifestError, match=r"column o\.list\.list\.element has 20000\d+ values in \d+ bytes"
+    ):
         opened(path)
 
 
@@ -119,7 +127,10 @@ def test_a_picture_with_an_absurd_header_is_carried_and_not_decoded(tmp_path: Pa
     header = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", 2_000_000_000, 2_000_000_000)
     features = datasets.Features({"prompt": datasets.Value("string"), "picture": datasets.Image()})
     table = pa.table(
-        {"prompt": ["a", "b"], "picture": [{"bytes": header, "path": None}, {"bytes": None, "path": "/dev/zero"}]},
+        {
+            "prompt": ["a", "b"],
+            "picture": [{"bytes": header, "path": None}, {"bytes": None, "path": "/dev/zero"}],
+        },
         schema=features.arrow_schema,
     )
     path = tmp_path / "rows.parquet"
@@ -250,7 +261,16 @@ def test_the_footer_says_what_pyarrow_reads(sound: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x15", b"\x15" + b"\xff" * 12, b"\x1c" * 100 + b"\0", b"\x19\xf5\xff\xff\x7f", b"\x1e\0", b"\x18\x7fab"]
+    "data",
+    [
+        b"",
+        b"\x15",
+        b"\x15" + b"\xff" * 12,
+        b"\x1c" * 100 + b"\0",
+        b"\x19\xf5\xff\xff\x7f",
+        b"\x1e\0",
+        b"\x18\x7fab",
+    ],
 )
 def test_what_is_no_struct(data: bytes) -> None:
     with pytest.raises(ThriftError):
@@ -290,5 +310,3 @@ def test_faults_name_their_column(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "rows.parquet")
     fault = only_fault(tmp_path / "rows.parquet")
     assert (fault.column, fault.reason) == ("prompt", "is not UTF-8")
-
-

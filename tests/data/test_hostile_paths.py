@@ -46,11 +46,28 @@ def test_a_glob_over_links_in_a_loop_ends(tmp_path: Path, pattern: str) -> None:
 
 
 def test_a_recursive_glob_finds_what_the_standard_library_finds(tmp_path: Path) -> None:
-    for name in ("a.jsonl", "s/b.jsonl", "s/t/c.jsonl", "s/t/d.txt", ".h/e.jsonl", "s/.f.jsonl", "u/t/g.jsonl"):
+    for name in (
+        "a.jsonl",
+        "s/b.jsonl",
+        "s/t/c.jsonl",
+        "s/t/d.txt",
+        ".h/e.jsonl",
+        "s/.f.jsonl",
+        "u/t/g.jsonl",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         write_jsonl(tmp_path / name, [{"prompt": name}])
-    for pattern in ("**/*.jsonl", "s/**/*.jsonl", "**/t/*.jsonl", "*/**/[ab]*", "**/t/**/*.jsonl", "**/.h/*.jsonl"):
-        expected = sorted(path for path in glob.glob(f"{tmp_path}/{pattern}", recursive=True) if os.path.isfile(path))
+    for pattern in (
+        "**/*.jsonl",
+        "s/**/*.jsonl",
+        "**/t/*.jsonl",
+        "*/**/[ab]*",
+        "**/t/**/*.jsonl",
+        "**/.h/*.jsonl",
+    ):
+        expected = sorted(
+            path for path in glob.glob(f"{tmp_path}/{pattern}", recursive=True) if os.path.isfile(path)
+        )
         assert [reader.name for reader in opened(tmp_path / pattern).files] == expected
 
 
@@ -87,7 +104,9 @@ def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "/" * 5000 + "x", "\ud800", "~nobody-here/x", "**" * 50])
+@pytest.mark.parametrize(
+    "name", ["a\0b", "x" * 5000, "/" * 5000 + "x", "\ud800", "~nobody-here/x", "**" * 50]
+)
 def test_names_that_no_file_can_have(name: str) -> None:
     with pytest.raises(ManifestError):
         opened(name)
@@ -103,6 +122,18 @@ def test_prompt_files_of_any_size_cost_their_row(tmp_path: Path) -> None:
 
 
 def test_an_id_is_text_and_nothing_else(tmp_path: Path) -> None:
-    ids = ["../../etc/passwd", "/etc/passwd", "C:\\x", "a/b/../c", ".", "..", "~", "$(touch x)", "😀", "-rf", "con"]
+    ids = [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "C:\\x",
+        "a/b/../c",
+        ".",
+        "..",
+        "~",
+        "$(touch x)",
+        "😀",
+        "-rf",
+        "con",
+    ]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"id": name, "prompt": "a"} for name in ids])
     assert [row.id for row in good_rows(path)] == ids

@@ -106,9 +106,13 @@ def _xz_with_dictionary_of(raw: bytes, num_bytes: int) -> bytes:
 def test_xz_is_read_as_the_standard_library_reads_it(tmp_path: Path) -> None:
     rows = b"".join(b'{"prompt": "view %d"}\n' % n for n in range(20_000))
     first, second = lzma.compress(rows[:200_000]), lzma.compress(rows[200_000:])
-    assert lzma.open(io.BytesIO(first + second)).read() == rows
+    with lzma.open(io.BytesIO(first + second)) as stream:
+        assert stream.read() == rows
     path = tmp_path / "rows.jsonl.xz"
-    for padding in (b"", b"\0" * 8):  # the format allows padding; the standard library ends there and says nothing
+    for padding in (
+        b"",
+        b"\0" * 8,
+    ):  # the format allows padding; the standard library ends there and says nothing
         path.write_bytes(first + padding + second + padding)
         assert [row.prompt for row in good_rows(path)] == [f"view {n}" for n in range(20_000)]
     path.write_bytes(first + b"something else")
@@ -195,7 +199,9 @@ def test_a_repeated_key_among_many_is_found_at_once(tmp_path: Path) -> None:
     """Would catch a search that looks at all keys for every key: that takes hours here."""
     keys = ", ".join(f'"k{n}": 1' for n in range(300_000))
     path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"prompt": "a"}}\n{{"prompt": "b", "x": {{{keys}, "{"z" * 10_000}": 1, "{"z" * 10_000}": 2}}}}\n')
+    path.write_text(
+        f'{{"prompt": "a"}}\n{{"prompt": "b", "x": {{{keys}, "{"z" * 10_000}": 1, "{"z" * 10_000}": 2}}}}\n'
+    )
     started = time.monotonic()
     fault = only_fault(path)
     assert "occurs twice" in fault.reason
@@ -217,7 +223,9 @@ def test_two_hundred_thousand_columns(tmp_path: Path, name: str) -> None:
 def test_rows_that_never_have_the_same_columns(tmp_path: Path) -> None:
     """Would catch keeping what every set of columns is read as: 800 rows of 1,000 columns took 95 MB."""
     path = tmp_path / "rows.jsonl"
-    rows = ({"prompt": "a"} | {f"c{(start + n) % 4000}": 0 for n in range(1000)} for start in range(0, 4000, 2))
+    rows = (
+        {"prompt": "a"} | {f"c{(start + n) % 4000}": 0 for n in range(1000)} for start in range(0, 4000, 2)
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in islice(rows, 800)))
     process = psutil.Process()
     manifest = opened(path)
@@ -234,7 +242,10 @@ def test_names_of_objects_in_objects_are_not_collected_without_limit() -> None:
     for outer in range(200):
         types.observe({"tree": {f"a{outer}": {f"b{n}": {"c": {"d": n}} for n in range(250)}}, "tag": "x"})
     assert process.memory_info().rss - before < 50 * 2**20
-    assert [(field.name, str(field.type)) for field in types.schema()] == [("tree", "string"), ("tag", "string")]
+    assert [(field.name, str(field.type)) for field in types.schema()] == [
+        ("tree", "string"),
+        ("tag", "string"),
+    ]
 
 
 # --- CSV --------------------------------------------------------------------------------------
@@ -272,7 +283,9 @@ def test_other_encodings_are_refused_by_name(tmp_path: Path, encoding: str) -> N
 
 def test_encodings_mixed_in_one_file_cost_their_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_bytes(b"\xef\xbb\xbfprompt,x\ncaf\xc3\xa9,1\ncaf\xe9,2\nz\x00y,3\n\xff\xfea\x00,4\n".ljust(600, b"\n"))
+    path.write_bytes(
+        b"\xef\xbb\xbfprompt,x\ncaf\xc3\xa9,1\ncaf\xe9,2\nz\x00y,3\n\xff\xfea\x00,4\n".ljust(600, b"\n")
+    )
     with pytest.raises(ManifestError, match="is neither text nor Parquet"):
         opened(path)
     path.write_bytes(b"\xef\xbb\xbfprompt,x\ncaf\xc3\xa9,1\ncaf\xe9,2\nb,3\n")

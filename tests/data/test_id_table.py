@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_a_row_set_against_a_plain_set(rows: set[int], chunk: int) -> None:
         patch.setattr(row_set, "CHUNK_BYTES", chunk)
         assert list(made) == sorted(rows)
         parts = list(made.ranges())
-    assert all(before.stop < after.start for before, after in zip(parts, parts[1:], strict=False))
+    assert all(before.stop < after.start for before, after in pairwise(parts))
     assert len(made) == len(rows)
     assert [row for row in range(10_100) if row in made] == sorted(rows)
     assert RowSet.from_bits(made.to_bits()) == made == RowSet(sorted(rows))

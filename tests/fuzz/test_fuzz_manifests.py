@@ -52,8 +52,8 @@ def test_thousands_of_damaged_samples(tmp_path: Path) -> None:
     started = time.monotonic()
     outcomes, slope = read_mutated(tmp_path, NUM_MUTATED)
     print(
-        f"{NUM_MUTATED} damaged samples in {time.monotonic() - started:.0f} s: {dict(outcomes.counts)}, slowest "
-        f"{outcomes.slowest:.2f} s, memory {slope:+.0f} bytes a case"
+        f"{NUM_MUTATED} damaged samples in {time.monotonic() - started:.0f} s: {dict(outcomes.counts)}, "
+        f"slowest {outcomes.slowest:.2f} s, memory {slope:+.0f} bytes a case"
     )
     assert min(outcomes.counts[kind] for kind in ("good", "faults", "error")) > NUM_MUTATED / 20
     assert slope < MAX_BYTES_A_CASE
@@ -64,7 +64,9 @@ def test_thousands_of_damaged_samples(tmp_path: Path) -> None:
 _texts = st.one_of(
     st.text(max_size=12),
     st.text(st.characters(), max_size=4),  # with halves of surrogate pairs
-    st.sampled_from(["a red cup", "", " ", "512", "1.0", "1e3", "-1", "9007199254740993", "1024x768", "auto", "../x"]),
+    st.sampled_from(
+        ["a red cup", "", " ", "512", "1.0", "1e3", "-1", "9007199254740993", "1024x768", "auto", "../x"]
+    ),
     st.sampled_from([token.decode("utf-8", "replace") for token in TOKENS]),
 )
 _scalars = st.one_of(
@@ -74,12 +76,14 @@ _scalars = st.one_of(
     st.floats(),
 )
 _values = st.recursive(
-    _scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts, inner, max_size=3), max_leaves=6
+    _scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts, inner, max_size=3),
+    max_leaves=6,
 )
 _COLUMNS = (
     "id", "prompt", "Prompt", "text", "p", "negative_prompt", "height", "width", "size", "steps", "cfg", "n",
-    "num_inference_steps", "true_cfg_scale", "guidance_scale", "seed", "num_images_per_prompt", "lora", "lora_scale",
-    "custom_id", "body", "image", "row", "image_carried", "sha256", "tag", "promt",
+    "num_inference_steps", "true_cfg_scale", "guidance_scale", "seed", "num_images_per_prompt", "lora",
+    "lora_scale", "custom_id", "body", "image", "row", "image_carried", "sha256", "tag", "promt",
 )  # fmt: skip
 _rows = st.lists(
     st.fixed_dictionaries(

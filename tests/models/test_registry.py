@@ -145,7 +145,7 @@ def test_a_model_that_is_nowhere(name: str) -> None:
 
 
 def test_parts_from_other_libraries_are_not_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """diffusers imports whatever library a part names; here nothing is imported that the checkpoint brings."""
+    """diffusers imports whatever library a part names; here a checkpoint brings no code."""
     (folder.parent / "malice.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(folder.parent))
     edit(folder / "model_index.json", lambda index: index.update(vae=["malice", "AutoencoderKLQwenImage"]))

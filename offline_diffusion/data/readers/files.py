@@ -36,7 +36,7 @@ ByteStream: TypeAlias = "io.BufferedReader[Any]"
 HEAD_BYTES = 256 * 1024
 MAX_LINE_BYTES = 16 * 2**20
 MAX_PASSED_BYTES = 256 * 2**20
-"""A row over ``MAX_LINE_BYTES`` is passed over; where no end of it comes for so long, the file is at fault."""
+"""A row over ``MAX_LINE_BYTES`` is passed over; one that does not end within these stops the reading."""
 MAX_LAYERS = 3
 """Of compression. There are files that hold themselves, compressed."""
 MAX_XZ_BYTES = 256 * 2**20

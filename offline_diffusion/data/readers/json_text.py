@@ -59,9 +59,9 @@ def is_too_deep(raw: bytes) -> bool:
 
 def decode_json(raw: bytes) -> Any:
     """The value of one JSON text, or a ``BrokenRecord`` that says why there is none."""
-    if is_too_deep(raw):
-        return broken(TOO_DEEP, raw)
     try:
+        if is_too_deep(raw):
+            raise RecursionError
         return _DECODER.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         return broken(f"is not UTF-8 (byte {error.start + 1}: {raw[error.start]:#04x})", raw)
