@@ -19,7 +19,7 @@ from typing import Any, Literal
 from offline_diffusion.data import heartbeat
 from offline_diffusion.data.files import create_file, disk_errors, read_json, to_json
 from offline_diffusion.data.heartbeat import heartbeat_path, read_heartbeat
-from offline_diffusion.data.layout import SCRATCH, STATE, Shard
+from offline_diffusion.data.layout import STATE, Shard
 from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
 from offline_diffusion.errors import JobError
 
@@ -74,7 +74,7 @@ class Claims:
 
     def __init__(self, out: Path, *, worker: str, task: int, job_id: str) -> None:
         self.worker, self.task, self.job_id = worker, task, job_id
-        self._folder, self._scratch = out / CLAIMS, out / SCRATCH
+        self._folder = out / CLAIMS
         self._process = this_process()
 
     def newest(self) -> dict[int, Newest]:
@@ -118,18 +118,22 @@ class Claims:
         )
         with disk_errors(self._folder):
             self._folder.mkdir(exist_ok=True)
-            return create_file(self._path(shard, generation), to_json(asdict(claim)), self._scratch)
+            try:
+                # Not by way of the scratch folder, where a second start of our task may be clearing up.
+                return create_file(self._path(shard, generation), to_json(asdict(claim)), self._folder)
+            except FileNotFoundError:  # the shard was published, and what is about its claims removed
+                return False
 
     def release(self, shard: Shard, generation: int) -> None:
         """Lets go of a claim that is ours; where that cannot be written, our last heartbeat says it."""
         with contextlib.suppress(OSError):
-            create_file(self._path(shard, generation).with_suffix(".released"), b"", self._scratch)
+            create_file(self._path(shard, generation).with_suffix(".released"), b"", self._folder)
 
     def remove(self, shard: Shard, generation: int) -> None:
-        """Takes a published shard's claims up to a generation away; a later owner's stays."""
+        """Takes a published shard's claims up to a generation away, and torn ones; a later owner's stays."""
         for path in self._folder.glob(f"{shard.stem}.*"):
             match = _NAME.fullmatch(path.name)
-            if match is not None and int(match[2]) <= generation:
+            if match is None or int(match[2]) <= generation:
                 with contextlib.suppress(OSError):
                     path.unlink()
 

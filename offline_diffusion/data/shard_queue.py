@@ -114,7 +114,11 @@ class ShardQueue:
                 self._claims.remove(self._ledger.shards[index], newest.pop(index).generation)
             self._held.pop(index, None)
         # What an earlier retry has made of a published shard is not for throwing away.
-        idle = [n for n in self._share if n not in newest and self._todo.get(n) is None]
+        mine = [index for index in self._share if self._todo.get(index) is None]
+        idle = [n for n in mine if n not in newest or self._next_generation(n, newest) is not None]
+        for index in mine:
+            if index not in self._todo:
+                self._held.pop(index, None)
         self._ledger.clear_leftovers(self._ledger.shards[index] for index in idle)
 
     def has_work(self) -> bool | None:

@@ -93,6 +93,9 @@ def test_the_highest_generation_owns_and_only_its_own_release_counts(ledger: Led
     claims.create(shard, 11)
     claims.remove(shard, 10)
     assert claims.newest() == {3: Newest(11, False)}, "a later owner's claim must stay"
+    (ledger.state / "claims" / "shard-00003.000011.json.77-0123abcd").write_bytes(b"torn by a kill")
+    claims.remove(shard, 10)
+    assert [path.name for path in (ledger.state / "claims").iterdir()] == ["shard-00003.000011.json"]
     assert (claims.read(shard, 11).worker, claims.read(shard, 11).process) == ("w", this_process())
 
 

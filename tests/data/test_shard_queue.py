@@ -187,3 +187,15 @@ def test_leftovers_of_the_dead_are_cleared(ledger: Ledger) -> None:
     third.clear_leftovers([0, 1])
     assert len(list((ledger.state / "claims").iterdir())) == NUM_SHARDS - 2
     assert third.num_left_to_others == 0
+
+
+def test_scratch_files_of_the_dead_go_and_those_of_the_living_stay(ledger: Ledger) -> None:
+    queue_of(ledger, "dead", [0]).take()
+    beat(ledger, "dead", "stopped")
+    queue_of(ledger, "alive", [1]).take()
+    for number in (0, 1, 2):
+        (ledger.scratch / f"shard-{number:05d}.images.1-ab").write_bytes(b"torn")
+    queue = queue_of(ledger, "new", [0, 1])
+    queue.clear_leftovers([])
+    assert sorted(path.name[:11] for path in ledger.scratch.iterdir()) == ["shard-00001", "shard-00002"]
+    assert take_all(queue, limit=1) == [(0, 1)]
