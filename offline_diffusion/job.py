@@ -18,6 +18,7 @@ from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.plan import task_shards
+from offline_diffusion.data.quick_check import broken_lines, find_broken
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
 from offline_diffusion.data.sink import Sink
@@ -176,6 +177,8 @@ class _Task:
         ledger.open(self._identity(checkpoint, index), allow_manifest_change=config.allow_manifest_change)
         index.save(index_folder)
         shards = self._my_shards(index)
+        for line in broken_lines(find_broken(ledger, ledger.shards)):
+            self.say(line)
         before = ledger.markers()
         todo = self._unfinished(shards, before, manifest, index, checkpoint)
         unfinished = {shard.index for shard in todo}
@@ -275,6 +278,7 @@ class _Task:
             num_tasks=self.config.num_tasks,
             worker=f"{socket.gethostname()}:{os.getpid()}",
             num_threads=NUM_ENCODE_THREADS,
+            say=self.say,
             stages=self.stages,
         )
         self.tally = Tally(num_rows=sum(shard.num_rows for shard in todo))

@@ -39,6 +39,7 @@ def open_writer(ledger: Ledger, rows: Rows, *, retry_failed: bool = False, shard
         ledger,
         ledger.shards[shard],
         rows,
+        number=ledger.next_number(ledger.shards[shard]),
         task=3,
         worker="host:1",
         image_format="png",
