@@ -130,11 +130,29 @@ def test_readers_refuse_a_folder_that_is_not_ours(tmp_path: Path) -> None:
         _ = Ledger(tmp_path / "nowhere").job
 
 
-def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
-    ledger = open_ledger(tmp_path, 4, 4)
+def test_a_damaged_marker_counts_as_none(tmp_path: Path) -> None:
+    rows = make_rows(8)
+    ledger = open_ledger(tmp_path, 8, 4)
+    run_job(ledger, rows)
     ledger.marker_path(ledger.shards[0]).write_text('{"files": [')
-    with pytest.raises(JobError, match=r"shard-00000\.json is damaged"):
-        ledger.markers()
+    assert list(ledger.markers()) == [1]
+    assert ledger.marker(ledger.shards[0]) is None
+    assert ledger.next_number(ledger.shards[0]) == 1
+
+
+def test_the_newest_publication_is_the_valid_one(tmp_path: Path) -> None:
+    """Catches an order by name: r10 sorts before r9."""
+    ledger = open_ledger(tmp_path, 4, 4)
+    run_job(ledger, make_rows(4))
+    first = json.loads(ledger.marker_path(ledger.shards[0]).read_text())
+    for number in (1, 9, 10):
+        path = tmp_path / "_state" / "shards" / f"shard-00000.r{number}.json"
+        path.write_text(json.dumps(first | {"num_ok": number}))
+    marker = ledger.marker(ledger.shards[0])
+    assert marker is not None
+    assert marker.num_ok == ledger.markers()[0].num_ok == 10
+    assert ledger.published() == {0}
+    assert ledger.next_number(ledger.shards[0]) == 11
 
 
 def test_when_the_state_is_deleted_nothing_is_made_again(tmp_path: Path) -> None:
