@@ -26,7 +26,8 @@ from offline_diffusion.data import tables
 from offline_diffusion.data.files import link_file
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.partial import Record, partial_paths, scan_partials
-from offline_diffusion.data.publication import ShardLostError
+from offline_diffusion.data.publication import Publications, ShardLostError
+from offline_diffusion.data.quick_check import find_broken
 from offline_diffusion.data.record import make_record
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
 from offline_diffusion.data.shard_images import SlotTable
@@ -412,7 +413,8 @@ def test_after_a_torn_record_the_next_goes_into_a_fresh_file(
 def test_of_two_publications_with_one_number_one_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a commit that replaces: both owners pass every check, and only the marker decides."""
+    """Both owners pass every check, so only the marker decides. Catches a commit that replaces, and one that
+    takes the next free number."""
     ledger = open_ledger(tmp_path, 2, 4)
     rows = make_rows(2)
     monkeypatch.setattr(ShardWriter, "_check_owner", lambda self: None)
@@ -420,11 +422,11 @@ def test_of_two_publications_with_one_number_one_wins(
     for writer in writers:
         for image in all_images(rows):
             writer.append(to_record(rows, image))
-    writers[1].publish()
+    writers[0].publish()
     stamps = {path: path.stat() for path in tmp_path.rglob("*.parquet")}
     with pytest.raises(ShardLostError):
-        writers[0].publish()
-    writers[0].forget()
+        writers[1].publish()
+    writers[1].forget()
     assert {path: path.stat() for path in tmp_path.rglob("*.parquet")} == stamps
     assert list((ledger.state / "staged").iterdir()) == list(ledger.partials.iterdir()) == []
 
@@ -470,3 +472,40 @@ def test_a_generation_can_be_given(tmp_path: Path) -> None:
     old.append(to_record(rows, make_images(rows[0])[0]))
     with pytest.raises(ShardLostError):
         old.publish()
+
+
+def test_a_commit_that_was_done_but_told_as_failed_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a writer that deletes its staged files then: the shard would be published without any."""
+    real = os.link
+
+    def done_and_failed(source: Path, target: Path) -> None:
+        real(source, target)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    ledger = open_ledger(tmp_path, 2, 4)
+    monkeypatch.setattr(os, "link", done_and_failed)
+    publish_all(ledger, make_rows(2))
+    assert ledger.published() == {0}
+    assert [row["row"] for row in read_table(tmp_path, "images")] == [0, 1]
+
+
+def test_a_winner_that_comes_late_moves_nothing_after_the_next_publication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its marker is damaged, so nobody rolls it forward. Catches a next one that leaves its files there."""
+    ledger, rows, late = open_ledger(tmp_path, 2, 4), make_rows(2), []
+    real = Publications.move
+    with monkeypatch.context() as patch:
+        patch.setattr(Publications, "move", lambda *arguments: late.append(arguments))
+        publish_all(ledger, rows)
+    ledger.marker_path(ledger.shards[0]).write_text("")
+    assert find_broken(ledger, ledger.shards) == {0: "its marker shard-00000.json is damaged"}
+    publish_all(ledger, rows)
+    stamps = {path: path.stat() for path in tmp_path.rglob("*.parquet")}
+    assert len(stamps) == 2
+    for arguments in late:
+        real(*arguments)
+    assert {path: path.stat() for path in tmp_path.rglob("*.parquet")} == stamps
+    assert list((ledger.state / "staged").iterdir()) == []
