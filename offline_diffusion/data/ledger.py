@@ -129,6 +129,11 @@ class Ledger:
         """The number that the shard's next publication has."""
         return self.publications.numbers().get(shard.index, -1) + 1
 
+    def roll_forward(self, shard: Shard) -> None:
+        """Puts the files of a committed publication of a shard into their places, whoever made it."""
+        with disk_errors(self.out):
+            self.publications.roll_forward(shard)
+
     def set_aside(self, shard: Shard, number: int) -> None:
         """From now on a publication of a shard does not count in these books: it was found broken."""
         self._broken[shard.index] = number

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from offline_diffusion.data.files import disk_errors, file_sha256
+from offline_diffusion.data.files import file_sha256
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import PublishedFile, read_marker
@@ -69,8 +69,7 @@ def _check_shard(ledger: Ledger, shard: Shard, number: int) -> str | None:
     if fault is None:
         return None
     # Another process may be in the middle of putting the files into their places.
-    with disk_errors(ledger.out):
-        ledger.publications.roll_forward(shard)
+    ledger.roll_forward(shard)
     number = ledger.publications.numbers().get(shard.index, -1)
     fault = _fault(ledger, shard, number)
     if fault is not None:

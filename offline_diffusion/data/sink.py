@@ -6,6 +6,7 @@ The engine hands outputs in and goes on; it waits only when too much is unwritte
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -120,6 +121,7 @@ class Sink:
         rows: Sequence[ManifestRow | RowFault],
         *,
         retry_failed: bool = False,
+        generation: int | None = None,
     ) -> ImageKeys:
         """Begins or resumes a shard; it is published as soon as all its images are in.
 
@@ -127,6 +129,7 @@ class Sink:
             shard: Which rows.
             rows: Those rows, in order; a ``RowFault`` for each that is quarantined.
             retry_failed: Make images again that failed before, also of a published shard.
+            generation: Of this owner of the shard, see `ShardWriter`.
 
         Returns:
             Images that are here already: only the others are to be submitted.
@@ -136,19 +139,28 @@ class Sink:
             JobError: The disk failed.
         """
         self._raise_error()
-        out = self._ledger.out
         number, marker = self._ledger.next_number(shard), self._ledger.marker(shard)
         if marker is None and self._patience.do(lambda: self._superseded.restore(shard, rows, number)):
-            marker = self._ledger.marker(shard)
+            number, marker = number + 1, self._ledger.marker(shard)
         if marker is not None and not (retry_failed and marker.has_failures):
             images = ShardImages(rows)
             self._count(num_recovered=len(images), num_shards=1)
             return ImageKeys.all_of(images)
-        writer = self._patience.do(lambda: self._make_writer(shard, rows, number, retry_failed))
+        make = functools.partial(
+            ShardWriter,
+            self._ledger,
+            shard,
+            rows,
+            number=number,
+            generation=generation,
+            task=self._task,
+            worker=self._worker,
+            image_format=self._image_format,
+            retry_failed=retry_failed,
+        )
+        writer = self._patience.do(make)
         if marker is not None:
-            self._patience.do(lambda: self._ledger.publications.roll_forward(shard))
-            self._patience.do(lambda: writer.adopt(r for _, r in published_records(out, shard)))
-            writer.count_failures(published_failures(out, shard))
+            self._adopt_published(writer)
         else:
             self._patience.do(lambda: writer.adopt(self._superseded.records(rows, writer.missing)))
         finished = writer.finished
@@ -163,6 +175,12 @@ class Sink:
             self._admit(0)
             self._writer.submit(self._guarded, lambda: self._publish(writer), 0)
         return finished
+
+    def _adopt_published(self, writer: ShardWriter) -> None:
+        out, shard = self._ledger.out, writer.shard
+        self._patience.do(lambda: self._ledger.roll_forward(shard))
+        self._patience.do(lambda: writer.adopt(record for _, record in published_records(out, shard)))
+        writer.count_failures(published_failures(out, shard))
 
     @in_stage("wait_sink")
     def submit(self, shard_index: int, image: ImageTask, output: RequestOutput) -> None:
@@ -267,20 +285,6 @@ class Sink:
             if self._error is None:
                 self._error = error
             self._room.notify_all()
-
-    def _make_writer(
-        self, shard: Shard, rows: Sequence[ManifestRow | RowFault], number: int, retry_failed: bool
-    ) -> ShardWriter:
-        return ShardWriter(
-            self._ledger,
-            shard,
-            rows,
-            number=number,
-            task=self._task,
-            worker=self._worker,
-            image_format=self._image_format,
-            retry_failed=retry_failed,
-        )
 
     @in_stage("image_encode")
     def _encode(self, writer: ShardWriter, image: ImageTask, output: RequestOutput, num_bytes: int) -> None:

@@ -212,3 +212,15 @@ def test_a_late_process_of_the_old_manifest_puts_nothing_into_the_new_tables(
         with contextlib.suppress(FileNotFoundError):
             act()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_what_failed_is_retried_in_a_shard_that_is_kept(tmp_path: Path) -> None:
+    """Catches a retry under the number that the kept shard was published with: it would be lost."""
+    rows, options = rows_with_ids(["a", "b", "c"]), {"image_format": "png"}
+    run_job(open_ledger(tmp_path, 3, 2, options=options), rows, failing={(1, 0): "nan"})
+    ledger = open_ledger(tmp_path, 2, 2, options=options, manifest={"n": 2}, allow_manifest_change=True)
+    drawn: list[tuple[int, int]] = []
+    run_job(ledger, rows[:2], retry_failed=True, drawn=drawn)
+    assert drawn == [(1, 0)]
+    assert [row["row"] for row in read_table(tmp_path, "images")] == [0, 1]
+    assert verify(tmp_path, num_threads=1).ok
