@@ -197,8 +197,8 @@ class Superseded:
         with disk_errors(self._ledger.out):
             staged = publications.stage(shard, number, new_attempt(0))
             marker = replace(marker, staged=staged.path.name)
-            if not self._link(folder, staged, marker) or not publications.commit(staged, marker):
-                publications.discard(staged)
+            won = self._link(folder, staged, marker) and publications.commit(staged, marker)
+            if not won and publications.discard(staged):
                 return False
             publications.move(staged, marker)
         return True

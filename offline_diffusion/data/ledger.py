@@ -181,7 +181,7 @@ class Ledger:
                 if path.name.split(".")[0] in stems:
                     _remove(path)
             for staged in staged_folders(self.publications.staged):
-                if staged.stem in published and not self.publications.is_committed(staged):
+                if staged.stem in published:
                     self.publications.discard(staged)
 
     def finish(self) -> bool:

@@ -16,11 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from offline_diffusion.data.files import link_file, move_away, sync_folder, to_json, write_file
+from offline_diffusion.data.files import (
+    link_file,
+    move_away,
+    scratch_path,
+    sync_folder,
+    to_json,
+    write_file,
+)
 from offline_diffusion.data.layout import (
     SCRATCH,
     SHARDS,
@@ -151,9 +159,22 @@ class Publications:
             if same_shard and other.number <= staged.number:
                 yield other
 
-    def discard(self, staged: StagedFolder) -> None:
-        """Deletes a publication that was not committed."""
-        move_away(staged.path, self.scratch)
+    def discard(self, staged: StagedFolder) -> bool:
+        """Deletes a publication unless it was committed, or is at this moment.
+
+        Returns:
+            Whether it was not.
+        """
+        aside = scratch_path(self.scratch, staged.path.name)
+        try:
+            os.rename(staged.path, aside)  # without its folder nobody can commit it any more
+        except FileNotFoundError:
+            return not self.is_committed(staged)
+        if self.is_committed(staged):
+            os.rename(aside, staged.path)
+            return False
+        shutil.rmtree(aside, ignore_errors=True)
+        return True
 
     def roll_forward(self, shard: Shard | None = None) -> None:
         """Moves the files of publications that were committed by a process that died, and deletes what lost.

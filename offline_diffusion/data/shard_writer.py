@@ -255,12 +255,11 @@ class ShardWriter:
                     if not publications.commit(staged, marker):
                         raise ShardLostError
                 except Exception:
-                    if not publications.is_committed(staged):  # an error may come after the deed
-                        publications.discard(staged)
+                    if publications.discard(staged):  # else the error came after the deed
                         raise
             except FileNotFoundError:  # whoever took the shard over, or the folder, has taken it away
-                self._ledger.check_current()
-                raise ShardLostError from None
+                self._check_owner()
+                raise
         self._staged, self._marker = staged, marker
 
     def _stage_tables(self, staged: StagedFolder) -> Marker:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from output_fakes import CARRIED, contents, make_rows, open_ledger, run_job
 
 from offline_diffusion.data.ledger import Ledger, make_shards
+from offline_diffusion.data.publication import Publications
+from offline_diffusion.data.verify import verify
 from offline_diffusion.errors import JobError, JobMismatchError
 
 
@@ -195,3 +197,24 @@ def test_scanning_2000_markers_is_quick(tmp_path: Path, capsys: pytest.CaptureFi
             f"\n2000 markers: listed in {listed - started:.3f} s, "
             f"read in {time.perf_counter() - listed:.3f} s"
         )
+
+
+def test_leftovers_are_deleted_but_nothing_that_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a clean-up that takes the files of a winner that has not moved them yet."""
+    rows = make_rows(4)
+    run_job(open_ledger(tmp_path, 4, 2), rows, failing={(0, 0): "nan"})
+    ledger = open_ledger(tmp_path, 4, 2)
+    for name in ("shard-00000.r1.000003-0a1b2c3d", "shard-00001.r1.000003-0a1b2c3d"):
+        (ledger.publications.staged / name).mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Publications, "move", lambda *_: None)
+        run_job(ledger, rows, retry_failed=True)
+    ledger.clear_leftovers(ledger.shards)
+    (kept,) = ledger.publications.staged.iterdir()
+    assert kept.name.startswith("shard-00000.r1.")
+    assert sorted(path.name.split(".")[0] for path in kept.iterdir()) == ["images", "marker", "metrics"]
+    open_ledger(tmp_path, 4, 2)
+    assert verify(tmp_path, num_threads=1).ok
+    assert list(ledger.scratch.iterdir()) == []
