@@ -11,6 +11,7 @@
     ├── BackendError              exit 1: an attention or quantization backend does not work here
     ├── JobError                  exit 1: the output folder or the job cannot go on
     │   ├── JobMismatchError      the folder belongs to another manifest, model or pixel option
+    │   ├── DiskFullError         no space, or the quota is used up; a running job waits for some first
     │   └── TooManyFailuresError  ``--max-failures`` was reached
     └── JobInterrupted            exit 75: stopped in good order, the same command goes on
 
@@ -74,6 +75,10 @@ class JobError(OffdiffError):
 
 class JobMismatchError(JobError):
     """The output folder holds another job."""
+
+
+class DiskFullError(JobError):
+    """There is no space left to write to."""
 
 
 class TooManyFailuresError(JobError):

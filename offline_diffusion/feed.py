@@ -187,7 +187,9 @@ class Feed:
                 self.tally.num_faults += 1
             else:
                 asked.append(resolved)
-        finished = self.sink.open_shard(shard, rows, retry_failed=self.config.retry_failed)
+        finished = self.sink.open_shard(
+            shard, rows, retry_failed=self.config.retry_failed, generation=claimed.generation
+        )
         self.tally.num_rows_opened += shard.num_rows
         self.tally.num_rows = self.tally.num_rows_opened + self.queue.num_rows_ahead
         for images in asked:

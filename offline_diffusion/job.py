@@ -20,6 +20,7 @@ from offline_diffusion.data.manifest import Manifest, open_manifest, same_manife
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.plan import assign_shards
 from offline_diffusion.data.process import new_worker_name
+from offline_diffusion.data.quick_check import broken_lines, find_broken
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
 from offline_diffusion.data.shard_queue import ShardQueue
@@ -173,6 +174,8 @@ class _Task:
             job_identity(config, checkpoint, index), allow_manifest_change=config.allow_manifest_change
         )
         index.save(index_folder)
+        for line in broken_lines(find_broken(ledger, ledger.shards)):
+            self.say(line)
         # By cost: every task comes to the same shares, and draws its own first.
         share = assign_shards(index.shard_costs, config.num_tasks)[config.task_index]
         before = ledger.markers()
@@ -274,6 +277,7 @@ class _Task:
             num_tasks=self.config.num_tasks,
             worker=self.worker,
             num_threads=NUM_ENCODE_THREADS,
+            say=self.say,
             stages=self.stages,
         )
         saver = StepSaver(

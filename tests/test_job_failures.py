@@ -193,10 +193,13 @@ def test_a_share_of_failures_counts_once_there_are_enough_images(
 
 
 def test_a_full_disk_ends_the_job_with_a_message(manifest: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """The writing thread's error reaches the user; the next run goes on."""
+    """The writing thread waits in vain for space, and its error reaches the user; the next run goes on."""
     import errno
     import os
 
+    from offline_diffusion.data import disk_full
+
+    monkeypatch.setattr(disk_full, "PAUSE_S", 0.2)
     out, real, left = tmp_path / "out", os.write, [40_000]
 
     def write(fd: int, data: Any) -> int:
@@ -209,7 +212,7 @@ def test_a_full_disk_ends_the_job_with_a_message(manifest: Path, tmp_path: Path,
     monkeypatch.setattr(os, "write", write)
     result = run_cli(Runner(), manifest, out)
     monkeypatch.undo()
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 75, result.output
     assert "No space left on device" in result.stderr
     assert "Traceback" not in result.output
     result = run_cli(Runner(), manifest, out)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,14 +37,59 @@ def delete_what_the_hint_says(result: Result) -> list[str]:
     return [path.name for path in paths]
 
 
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("harm", "name", "reason"),
+    [
+        (damage, "images/shard-00001.parquet", "images/shard-00001.parquet was changed: its checksum"),
+        (
+            cut,
+            "metrics/shard-00001.parquet",
+            r"metrics/shard-00001.parquet has \d+ bytes, published were \d+",
+        ),
+        (Path.unlink, "images/shard-00001.parquet", "images/shard-00001.parquet is missing"),
+        (cut, "_state/shards/shard-00001.json", "its marker shard-00001.json is damaged"),
+    ],
+)
+def test_the_same_command_makes_a_broken_shard_again(
+    tmp_path: Path, harm: Callable[[Path], None], name: str, reason: str
+) -> None:
+    manifest, out, runner = write_jsonl(tmp_path / "m.jsonl", make_rows(6)), tmp_path / "out", Runner()
+    runner.run(manifest, out, **OPTIONS)
+    before = contents(out)
+    others = {path: path.stat() for index in (0, 2) for path in out.glob(f"*/shard-0000{index}.parquet")}
+    harm(out / name)
+    lines: list[str] = []
+    summary = runner.run(manifest, out, say=lines.append, **OPTIONS)
+    assert re.fullmatch(f"shard 1 is made again: {reason}.*", lines[0])
+    assert set(runner.finished) == {"a red cup, view 2", "a red cup, view 3"}
+    assert (summary.num_ok, summary.num_shards) == (6, 3)
+    assert contents(out) == before
+    assert {path: path.stat() for path in others} == others
+    assert verify(out).exit_code == 0
+    assert sorted(path.name for path in (out / "_state" / "shards").glob("shard-00001*")) == [
+        "shard-00001.json",
+        "shard-00001.r1.json",
+    ]
+    runner.run(manifest, out, say=lines.append, **OPTIONS)
+    assert runner.engine is None
+    assert len(lines) == 1
+
+
 @pytest.mark.parametrize("state_is_deleted", [False, True])
-def test_a_damaged_shard_is_made_again(tmp_path: Path, state_is_deleted: bool) -> None:
+def test_a_shard_that_only_verify_finds_is_made_again(tmp_path: Path, state_is_deleted: bool) -> None:
     manifest, out, runner = write_jsonl(tmp_path / "m.jsonl", make_rows(6)), tmp_path / "out", Runner()
     runner.run(manifest, out, **OPTIONS)
     before = contents(out)
     others = [out / "images" / f"shard-0000{index}.parquet" for index in (0, 2)]
     stamps = [path.stat().st_mtime_ns for path in others]
-    damage(out / "images" / "shard-00001.parquet")
+    path = out / "images" / "shard-00001.parquet"
+    stat = path.stat()
+    damage(path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as when the disk does it
     if state_is_deleted:
         shutil.rmtree(out / "_state")
 
@@ -97,4 +144,5 @@ def test_a_retry_takes_rows_that_can_be_drawn_by_now(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_invalid_rows": 2}))
     runner.run(manifest, out, retry_failed=True, **OPTIONS)
     assert runner.engine is not None
-    assert json.loads(path.read_text())["num_invalid_rows"] == 1
+    newest = out / "_state" / "shards" / "shard-00000.r1.json"
+    assert json.loads(newest.read_text())["num_invalid_rows"] == 1

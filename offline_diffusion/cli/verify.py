@@ -34,7 +34,7 @@ def command(ctx: click.Context, /, out: Path, as_json: bool) -> None:
       offdiff verify out/quickstart
     """
     from offline_diffusion.data.ledger import Ledger
-    from offline_diffusion.data.verify import VerifyReport, find_strays, redo_hint, verify_shards
+    from offline_diffusion.data.verify import VerifyReport, redo_hint, verify_shards
 
     ledger = Ledger(out)
     report = VerifyReport(num_shards=len(ledger.shards))
@@ -48,21 +48,24 @@ def command(ctx: click.Context, /, out: Path, as_json: bool) -> None:
     with ticking(counts):
         for shard in verify_shards(out):
             report.add(shard)
-        report.add_problems(find_strays(ledger))
+        report.add_folder(ledger)
     if as_json:
         click.echo(json.dumps({"ok": report.ok, **dataclasses.asdict(report)}))
     else:
         _print_problems(report)
-    verdict = "broken" if not report.ok else "sound but unfinished" if report.pending else "sound"
+    verdict = "broken" if not report.ok else "sound" if report.finished else "sound but unfinished"
     click.echo(
         f"{verdict}: {report.num_shards_done:,} of {plural(report.num_shards, 'shard')}, "
         f"{plural(report.num_rows, 'row')}, {plural(report.num_images, 'image')}, "
         f"{plural(report.num_problems, 'problem')}",
         err=True,
     )
+    if report.unmoved:
+        shards = plural(len(report.unmoved), "shard")
+        click.echo(f"{shards}: committed, but the next run has yet to put files into their places", err=True)
     if (hint := redo_hint(ledger, report.broken)) is not None:
         click.echo(f"hint: {hint}", err=True)
-    ctx.exit(EXIT_BROKEN if not report.ok else EXIT_UNFINISHED if report.pending else 0)
+    ctx.exit(EXIT_BROKEN if not report.ok else 0 if report.finished else EXIT_UNFINISHED)
 
 
 def _print_problems(report: VerifyReport) -> None:

@@ -16,21 +16,22 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from offline_diffusion.data.files import sync_folder
+from offline_diffusion.data.files import disk_errors
 from offline_diffusion.data.job_file import read_job
 from offline_diffusion.data.layout import (
     IMAGES,
     METRICS,
-    TABLES,
     Shard,
+    StagedFolder,
     make_shards,
-    published_in,
+    staged_file,
     table_files,
 )
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest_change import superseded_folders
-from offline_diffusion.data.marker import Marker, read_marker
-from offline_diffusion.data.partial import ImageKey, Record, scan_partials
+from offline_diffusion.data.marker import Marker
+from offline_diffusion.data.partial import ImageKey, Record, new_attempt, scan_partials
+from offline_diffusion.data.publication import Publications
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.schemas import IMAGE_COLUMNS, METRICS_SCHEMA, images_schema
 from offline_diffusion.data.shard_images import ImageKeys
@@ -51,7 +52,7 @@ def _readable(folder: Path, shard: Shard) -> Iterator[None]:
     except (OSError, KeyError, pa.ArrowException) as error:
         raise JobError(
             f"published {shard.stem} in {folder} cannot be read: {error}",
-            hint=f"delete its marker {shard.stem}.json there and run the same command: it is made again",
+            hint=f"delete its markers, {shard.stem}*.json, there and run the same command: it is made again",
         ) from error
 
 
@@ -73,7 +74,7 @@ def published_failures(folder: Path, shard: Shard) -> Iterator[tuple[ImageKey, s
     """
     columns = ["row", "image_index", "row_hash", "attempts", "status"]
     with _readable(folder, shard):
-        for path in table_files(folder, METRICS, shard):
+        for path in table_files(folder, METRICS, shard.stem):
             for batch in pq.ParquetFile(path).iter_batches(1_000, columns=columns):
                 for row, index, row_hash, attempts, status in zip(
                     *(batch.column(name).to_pylist() for name in columns), strict=True
@@ -85,7 +86,7 @@ def published_failures(folder: Path, shard: Shard) -> Iterator[tuple[ImageKey, s
 def _published_records(folder: Path, shard: Shard) -> Iterator[tuple[str, Record]]:
     metrics = _good_metrics(folder, shard)
     columns = ["row", "image_index", "image", *_RESULT_COLUMNS]
-    for path in table_files(folder, IMAGES, shard):
+    for path in table_files(folder, IMAGES, shard.stem):
         parquet = pq.ParquetFile(path, pre_buffer=False)  # else it holds several row groups
         for batch in parquet.iter_batches(_BATCH_ROWS, columns=columns):
             for values in batch.to_pylist():
@@ -100,7 +101,7 @@ def _published_records(folder: Path, shard: Shard) -> Iterator[tuple[str, Record
 
 def _good_metrics(folder: Path, shard: Shard) -> Iterator[dict[str, Any]]:
     at = METRICS_SCHEMA.get_field_index("finished_at")
-    for path in table_files(folder, METRICS, shard):
+    for path in table_files(folder, METRICS, shard.stem):
         for batch in pq.ParquetFile(path).iter_batches(1_000):
             plain = batch.set_column(at, "finished_at", batch.column("finished_at").cast(pa.int64()))
             yield from (values for values in plain.to_pylist() if values["status"] == "ok")
@@ -132,7 +133,7 @@ class _Source:
             return
         columns = ["id", "row_hash", "image_index", "status"]
         with _readable(self.folder, self.shard):
-            for path in table_files(self.folder, METRICS, self.shard):
+            for path in table_files(self.folder, METRICS, self.shard.stem):
                 for values in pq.ParquetFile(path).read(columns=columns).to_pylist():
                     if values["status"] == "ok":
                         yield values["id"], values["row_hash"], values["image_index"]
@@ -151,54 +152,63 @@ class Superseded:
         self._keys: npt.NDArray[np.uint64] | None = None
         self._source_of: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
-    def restore(self, shard: Shard, rows: Sequence[ManifestRow | RowFault]) -> bool:
+    def restore(self, shard: Shard, rows: Sequence[ManifestRow | RowFault], number: int) -> bool:
         """Publishes an earlier shard of the same rows as it is.
+
+        Args:
+            shard, rows: The shard.
+            number: Of the publication.
 
         Returns:
             Whether there is one. Without hard links there is never one: its images are copied.
+
+        Raises:
+            JobError: The disk is full or failed.
         """
         for folder in self._folders:
             marker = self._same_shard(folder, shard, rows)
-            if marker is not None and self._link(folder, marker):
-                self._ledger.write_marker(shard, marker)
+            if marker is not None and self._publish(folder, shard, marker, number):
                 return True
         return False
 
     def _same_shard(
         self, folder: Path, shard: Shard, rows: Sequence[ManifestRow | RowFault]
     ) -> Marker | None:
-        try:
-            marker = read_marker(folder / "shards" / f"{shard.stem}.json")
-        except FileNotFoundError:
+        publications = Publications.of_superseded(self._ledger.out, folder)
+        number = publications.numbers().get(shard.index)
+        marker = None if number is None else publications.marker(shard.stem, number)
+        if marker is None or (marker.start, marker.stop) != (shard.start, shard.stop):
             return None
-        if (marker.start, marker.stop) != (shard.start, shard.stop) or not all(
-            row.content_hash for row in rows
-        ):
+        if not all(row.content_hash for row in rows):
             return None
         with _readable(folder, shard):
             return marker if self._same_contents(folder, shard, rows) else None
 
     def _same_contents(self, folder: Path, shard: Shard, rows: Sequence[ManifestRow | RowFault]) -> bool:
         schema = images_schema(self._ledger.job.identity.carried_schema)
-        found = [pq.read_schema(path) for path in table_files(folder, IMAGES, shard)]
+        found = [pq.read_schema(path) for path in table_files(folder, IMAGES, shard.stem)]
         if not all(each.equals(schema) and each.metadata == schema.metadata for each in found):
             return False
         old, new = _metrics_keys(folder, shard), _keys_asked_for(rows)
         return all(before == now for before, now in zip_longest(old, new))
 
-    def _link(self, folder: Path, marker: Marker) -> bool:
-        out = self._ledger.out
+    def _publish(self, folder: Path, shard: Shard, marker: Marker, number: int) -> bool:
+        publications = self._ledger.publications
+        with disk_errors(self._ledger.out):
+            staged = publications.stage(shard, number, new_attempt(0))
+            marker = replace(marker, staged=staged.path.name)
+            won = self._link(folder, staged, marker) and publications.commit(staged, marker)
+            if not won and publications.discard(staged):
+                return False
+            publications.move(staged, marker)
+        return True
+
+    def _link(self, folder: Path, staged: StagedFolder, marker: Marker) -> bool:
         try:
             for file in marker.files:
-                target = out / file.path
-                target.parent.mkdir(exist_ok=True)
-                target.unlink(missing_ok=True)
-                os.link(folder / file.path, target)
+                os.link(folder / file.path, staged_file(staged.path, file.path))
         except OSError:
             return False
-        for table in TABLES:
-            if (out / table).exists():
-                sync_folder(out / table)
         return True
 
     def records(self, rows: Sequence[ManifestRow | RowFault], images: ImageKeys) -> Iterator[Record]:
@@ -226,7 +236,7 @@ class Superseded:
         keys: list[npt.NDArray[np.uint64]] = []
         owners: list[npt.NDArray[np.int32]] = []
         for folder in self._folders:
-            for source in _sources(folder):
+            for source in _sources(self._ledger.out, folder):
                 hashes = np.fromiter(map(_hash, source.identities()), np.uint64)
                 keys.append(hashes)
                 owners.append(np.full(len(hashes), len(self._sources), np.int32))
@@ -240,7 +250,7 @@ class Superseded:
 def _metrics_keys(folder: Path, shard: Shard) -> Iterator[tuple[int, str, str, int | None]]:
     """Row, id, hash and image index of everything in a shard's metrics; the index of a faulty row is None."""
     columns = ["row", "id", "row_hash", "image_index"]
-    for path in table_files(folder, METRICS, shard):
+    for path in table_files(folder, METRICS, shard.stem):
         for batch in pq.ParquetFile(path).iter_batches(1_000, columns=columns):
             yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
 
@@ -261,14 +271,15 @@ def _identities(rows: Sequence[ManifestRow | RowFault], images: ImageKeys) -> It
             yield row.id, row.content_hash, image_index
 
 
-def _sources(folder: Path) -> Iterator[_Source]:
+def _sources(out: Path, folder: Path) -> Iterator[_Source]:
     job = read_job(folder)
     shards = make_shards(job.identity.num_rows, job.identity.shard_size)
-    published = published_in(folder / "shards")
+    publications = Publications.of_superseded(out, folder)
+    numbers = publications.numbers()
     begun = {int(path.name.split(".")[0].split("-")[1]) for path in (folder / "partial").glob("*.arrows")}
-    for index in sorted(published | begun):
+    for index in sorted(numbers.keys() | begun):
         shard = shards[index]
-        marker = read_marker(folder / "shards" / f"{shard.stem}.json") if index in published else None
+        marker = publications.marker(shard.stem, numbers[index]) if index in numbers else None
         yield _Source(folder, shard, marker)
 
 

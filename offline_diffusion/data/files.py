@@ -12,13 +12,16 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from offline_diffusion.errors import JobError
+from offline_diffusion.errors import DiskFullError, JobError
 
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NOT_FOR_LACK_OF_LINKS = {errno.ENOENT, errno.EIO, errno.EROFS, errno.ESTALE, *_FULL}
 _HINTS = {
     errno.ENOSPC: "free some space and run the same command: it goes on where it stopped",
     errno.EDQUOT: "the disk quota is used up; free some space and run the same command: it goes on",
@@ -32,13 +35,19 @@ _HINTS = {
 
 @contextlib.contextmanager
 def disk_errors(what: Path) -> Iterator[None]:
-    """Turns the operating system's errors into ``JobError``, naming ``what`` was written."""
+    """Turns the operating system's errors into ``JobError``, naming ``what`` was written.
+
+    Raises:
+        DiskFullError: There is no space, or the quota is used up.
+        JobError: Anything else that the system says.
+    """
     try:
         yield
     except OSError as error:
         name = error.filename if isinstance(error.filename, str) else str(what)
         reason = error.strerror or str(error)
-        raise JobError(f"cannot write {name}: {reason}", hint=_HINTS.get(error.errno or 0)) from error
+        kind = DiskFullError if error.errno in _FULL else JobError
+        raise kind(f"cannot write {name}: {reason}", hint=_HINTS.get(error.errno or 0)) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -62,15 +71,20 @@ def write_scratch(scratch: Path, name: str, content: bytes, *, durable: bool = T
     """Writes ``content`` to a fresh scratch file and returns its path; a full disk gets its space back."""
     path = scratch_path(scratch, name)
     try:
-        with open(path, "xb") as file:
-            file.write(content)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+        write_file(path, content, durable=durable)
     except OSError:
         path.unlink(missing_ok=True)
         raise
     return path
+
+
+def write_file(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Writes a new file that nobody looks for yet."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
 
 
 def replace_file(path: Path, content: bytes, scratch: Path, *, durable: bool = True) -> None:
@@ -95,17 +109,59 @@ def create_file(path: Path, content: bytes, scratch: Path) -> bool:
     """
     temporary = write_scratch(scratch, path.name, content)
     try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without hard links: not exclusive, but still whole
-        if path.exists():
-            return False
-        os.replace(temporary, path)
+        created = link_file(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    if created:
+        sync_folder(path.parent)
+    return created
+
+
+def link_file(source: Path, target: Path) -> bool:
+    """Gives a small file that is whole a second name unless that is taken; of several callers one wins.
+
+    The name is durable when its folder is synced.
+
+    Returns:
+        Whether this call created ``target``.
+
+    Raises:
+        FileNotFoundError: ``source`` is gone: nothing was created.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        # NFS may repeat a request whose answer was lost, and then finds the name that it has made.
+        return os.stat(source).st_nlink > 1
+    except OSError as error:
+        if error.errno in _NOT_FOR_LACK_OF_LINKS:
+            raise
+        return _create_without_links(target, source.read_bytes())
     return True
+
+
+def _create_without_links(path: Path, content: bytes) -> bool:
+    """Exclusive as a link is, but a crash can leave a torn file: readers must bear one."""
+    try:
+        with open(path, "xb", buffering=0) as file:
+            try:
+                file.write(content)
+                os.fsync(file.fileno())
+            except OSError:
+                path.unlink()
+                raise
+    except FileExistsError:
+        return False
+    return True
+
+
+def move_away(folder: Path, scratch: Path) -> None:
+    """Deletes a folder for everybody at once: whoever still works in it finds it gone."""
+    aside = scratch_path(scratch, folder.name)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(folder, aside)
+        # By its old name it is gone already; a client of NFS may know it by a handle until it is deleted.
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def to_json(value: Any) -> bytes:

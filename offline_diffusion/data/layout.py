@@ -14,8 +14,10 @@ TABLES = (IMAGES, METRICS, FAILURES)
 SHARDS, PARTIALS, STEPS, SCRATCH, TASKS, PROFILE = (
     f"{STATE}/{name}" for name in ("shards", "partial", "steps", "tmp", "tasks", "profile")
 )
+STAGED = f"{STATE}/staged"
 
-_MARKER_NAME = re.compile(r"shard-(\d{5,})\.json")
+_MARKER_NAME = re.compile(r"shard-(\d{5,})(?:\.r([1-9]\d*))?\.json")
+_STAGED_NAME = re.compile(r"(shard-(\d{5,}))(?:\.r([1-9]\d*))?\.\d{6,}-[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +67,56 @@ def make_shards(num_rows: int, shard_size: int) -> Shards:
     return Shards(num_rows, shard_size)
 
 
-def table_files(out: Path, table: str, shard: Shard) -> list[Path]:
-    """The files of a shard in one of the tables, in manifest order; usually one."""
+def table_files(out: Path, table: str, stem: str) -> list[Path]:
+    """The files of a shard, by its stem, in one of the tables, in manifest order; usually one."""
     folder = out / table
-    first = folder / f"{shard.stem}.parquet"
-    parts = sorted(folder.glob(f"{shard.stem}.part*.parquet"))
+    first = folder / f"{stem}.parquet"
+    parts = sorted(folder.glob(f"{stem}.part*.parquet"))
     return [*([first] if first.exists() else []), *parts]
 
 
-def published_in(markers_folder: Path) -> set[int]:
-    """Indices of the shards that have a marker in a folder; empty when there is no such folder."""
+def publication_name(stem: str, number: int) -> str:
+    """Names a publication of a shard: the first, 0, by the shard alone, later ones ``.r1``, ``.r2``, ..."""
+    return f"{stem}.r{number}" if number else stem
+
+
+def publication_numbers(markers_folder: Path) -> dict[int, list[int]]:
+    """For every shard with markers in a folder the numbers of its publications, ascending."""
+    found: dict[int, list[int]] = {}
     try:
         names = os.listdir(markers_folder)
     except FileNotFoundError:
-        return set()
-    return {int(match[1]) for name in names if (match := _MARKER_NAME.fullmatch(name))}
+        return found
+    for name in names:
+        if match := _MARKER_NAME.fullmatch(name):
+            found.setdefault(int(match[1]), []).append(int(match[2] or 0))
+    return {index: sorted(numbers) for index, numbers in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StagedFolder:
+    """A folder with the files of a publication that is on its way."""
+
+    path: Path
+    shard: int
+    stem: str
+    number: int
+
+
+def staged_folders(staged: Path) -> list[StagedFolder]:
+    """All of them, by name; empty when there is no such folder."""
+    try:
+        names = sorted(os.listdir(staged))
+    except FileNotFoundError:
+        return []
+    matches = ((name, _STAGED_NAME.fullmatch(name)) for name in names)
+    return [
+        StagedFolder(staged / name, int(match[2]), match[1], int(match[3] or 0))
+        for name, match in matches
+        if match
+    ]
+
+
+def staged_file(folder: Path, path: str) -> Path:
+    """Where a file lies in a staged folder that will be published as ``path``."""
+    return folder / path.replace("/", ".")

@@ -11,9 +11,7 @@ from pathlib import Path
 from offline_diffusion.data.files import (
     create_file,
     disk_errors,
-    replace_file,
     scratch_path,
-    sync_folder,
     to_json,
 )
 from offline_diffusion.data.job_file import JOB_FILE, Job, JobIdentity, differences, new_job, read_job
@@ -23,17 +21,17 @@ from offline_diffusion.data.layout import (
     PARTIALS,
     SCRATCH,
     SHARDS,
+    STAGED,
     STATE,
     STEPS,
     Shard,
     Shards,
     make_shards,
-    published_in,
+    staged_folders,
 )
 from offline_diffusion.data.manifest_change import change_manifest, finish_change, superseded_folders
-from offline_diffusion.data.marker import Marker, marker_from_tables, read_marker
-from offline_diffusion.data.partial import partial_paths
-from offline_diffusion.data.step_checkpoint import step_paths
+from offline_diffusion.data.marker import Marker, marker_from_tables
+from offline_diffusion.data.publication import Publications
 from offline_diffusion.errors import JobError
 
 __all__ = ["JobIdentity", "Ledger", "Marker", "Shard", "Shards", "make_shards"]
@@ -51,6 +49,8 @@ class Ledger:
         self.scratch = self.out / SCRATCH
         self.partials = self.out / PARTIALS
         self.markers_folder = self.out / SHARDS
+        self.publications = Publications.of(self.out)
+        self._broken: dict[int, int] = {}
         self._job: Job | None = None
 
     @property
@@ -91,8 +91,9 @@ class Ledger:
             if differences(self._job.identity, identity):
                 change_manifest(self.out, identity, allowed=allow_manifest_change)
                 self._job = read_job(self.out)
-            for folder in (self.out / IMAGES, self.out / METRICS, self.partials, self.markers_folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            for name in (IMAGES, METRICS, PARTIALS, SHARDS, STAGED):
+                (self.out / name).mkdir(parents=True, exist_ok=True)
+            self.publications.roll_forward()
 
     def _refuse_foreign_folder(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -118,47 +119,47 @@ class Ledger:
             shutil.rmtree(folder)
 
     def published(self) -> set[int]:
-        """Indices of the published shards: one directory listing."""
-        return published_in(self.markers_folder)
+        """Indices of the published shards, without those found broken: one directory listing."""
+        return set(self._numbers())
 
-    def marker_path(self, shard: Shard) -> Path:
-        return self.markers_folder / f"{shard.stem}.json"
+    def _numbers(self) -> dict[int, int]:
+        found = self.publications.numbers().items()
+        return {index: number for index, number in found if number > self._broken.get(index, -1)}
+
+    def next_number(self, shard: Shard) -> int:
+        """The number that the shard's next publication has."""
+        return self.publications.numbers().get(shard.index, -1) + 1
+
+    def roll_forward(self, shard: Shard) -> None:
+        """Puts the files of a committed publication of a shard into their places, whoever made it."""
+        with disk_errors(self.out):
+            self.publications.roll_forward(shard)
+
+    def set_aside(self, shard: Shard, number: int) -> None:
+        """From now on a publication of a shard does not count in these books: it was found broken."""
+        self._broken[shard.index] = number
+
+    def marker_path(self, shard: Shard, number: int = 0) -> Path:
+        return self.publications.marker_path(shard.stem, number)
 
     def marker(self, shard: Shard) -> Marker | None:
-        """The marker of a shard, or None while it is not published.
+        """The valid marker of a shard: of its newest publication.
 
-        Raises:
-            JobError: The marker is damaged.
+        None while it is not published, and when the marker is damaged or the shard was found broken:
+        then it is to be made again.
         """
-        try:
-            return read_marker(self.marker_path(shard))
-        except FileNotFoundError:
-            return None
+        number = self._numbers().get(shard.index)
+        return None if number is None else self.publications.marker(shard.stem, number)
 
     def markers(self) -> dict[int, Marker]:
-        """All markers by shard index, ascending.
-
-        Raises:
-            JobError: A marker is damaged.
-        """
+        """All valid markers by shard index, ascending."""
         shards = self.shards
         if not self.markers_folder.exists():  # ``_state`` was deleted: the tables tell as much
-            restored = ((shard.index, marker_from_tables(self.out, shard)) for shard in shards)
-            return {index: marker for index, marker in restored if marker is not None}
-        found = ((index, self.marker(shards[index])) for index in sorted(self.published()))
+            found = ((shard.index, marker_from_tables(self.out, shard)) for shard in shards)
+        else:
+            newest = sorted(self._numbers().items())
+            found = ((index, self.publications.marker(shards[index].stem, n)) for index, n in newest)
         return {index: marker for index, marker in found if marker is not None}
-
-    def write_marker(self, shard: Shard, marker: Marker) -> None:
-        """Publishes a shard whose files are in place and durable."""
-        replace_file(self.marker_path(shard), to_json(asdict(marker)), self.scratch)
-
-    def remove_marker(self, shard: Shard) -> None:
-        """Takes a shard's publication back: it is about to be published anew."""
-        try:
-            self.marker_path(shard).unlink()
-        except FileNotFoundError:
-            return
-        sync_folder(self.markers_folder)
 
     def check_current(self) -> None:
         """Raises ``JobError`` when the folder was given to another manifest meanwhile."""
@@ -170,16 +171,19 @@ class Ledger:
 
     def clear_leftovers(self, shards: Iterable[Shard]) -> None:
         """Deletes what a crash left of published shards. Only for the task that owns them."""
-        published = self.published()
+        mine = {shard.index for shard in shards}
+        published = {self.shards[index].stem for index in self.published() & mine}
+        stems = {self.shards[index].stem for index in mine}
         with disk_errors(self.state):
-            for shard in shards:
-                if shard.index in published:
-                    for path in partial_paths(self.partials, shard.stem):
-                        path.unlink(missing_ok=True)
-                    for path in step_paths(self.out / STEPS, shard.stem):
-                        path.unlink(missing_ok=True)
-                for path in self.scratch.glob(f"{shard.stem}.*"):
+            for path in (*self.partials.iterdir(), *(self.out / STEPS).glob("*")):
+                if path.name.split(".")[0] in published:
                     path.unlink(missing_ok=True)
+            for path in self.scratch.iterdir():
+                if path.name.split(".")[0] in stems:
+                    _remove(path)
+            for staged in staged_folders(self.publications.staged):
+                if staged.stem in published:
+                    self.publications.discard(staged)
 
     def finish(self) -> bool:
         """When every shard is published, drops what earlier manifests left.
@@ -192,3 +196,10 @@ class Ledger:
         for folder in superseded_folders(self.out):
             shutil.rmtree(folder, ignore_errors=True)
         return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """``--allow-manifest-change``: an output folder is given to another manifest.
 
-Everything published and every partial moves to ``_state/superseded-<job id>`` first, from where it is
-adopted shard by shard (``adoption``). ``_state/change.json`` says that a change was decided; any
-process that finds it carries the change to its end.
+Everything published or staged and every partial moves to ``_state/superseded-<job id>`` first, from
+where it is adopted shard by shard (``adoption``). ``_state/change.json`` says that a change was decided;
+any process that finds it carries the change to its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from offline_diffusion.data.job_file import (
     new_job,
     read_job,
 )
-from offline_diffusion.data.layout import PARTIALS, SCRATCH, SHARDS, STATE, TABLES
+from offline_diffusion.data.layout import PARTIALS, SCRATCH, SHARDS, STAGED, STATE, TABLES
+from offline_diffusion.data.publication import Publications
 from offline_diffusion.errors import JobMismatchError
 
 _CHANGE = f"{STATE}/change.json"
@@ -66,8 +67,10 @@ def finish_change(out: Path) -> None:
         folder = out / STATE / f"{_SUPERSEDED}{new['job_id']}"
         folder.mkdir(exist_ok=True)
         replace_file(folder / JOB_FILE, to_json(old), out / SCRATCH)
-        for name in (*TABLES, SHARDS, PARTIALS):
+        # Staged files first: without them no process of the old job can put anything into the new tables.
+        for name in (STAGED, *TABLES, SHARDS, PARTIALS):
             _move_aside(out / name, folder / Path(name).name)
+        Publications.of_superseded(out, folder).roll_forward()
         for changed in (folder, out / STATE, out):
             sync_folder(changed)
         replace_file(out / JOB_FILE, to_json(new), out / SCRATCH)

@@ -18,12 +18,20 @@ from offline_diffusion.errors import JobError
 
 @dataclass(frozen=True, slots=True)
 class PublishedFile:
-    """A published file; ``path`` is relative to the output folder, ``sha256`` None when unknown."""
+    """A published file.
+
+    Args:
+        path: Relative to the output folder.
+        num_rows, num_bytes: Of the whole file.
+        sha256: Of its bytes; None when unknown.
+        mtime_ns: Of the file as it was written; None when unknown. A file with another one was touched.
+    """
 
     path: str
     num_rows: int
     num_bytes: int
     sha256: str | None
+    mtime_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,8 @@ class Marker:
         num_invalid_rows: Quarantined rows.
         files: Everything published.
         task, worker, finished_at: By whom and when (ISO 8601, UTC).
+        staged: Name of the folder where the files lie until they are moved into place; None when they
+            never were anywhere else.
     """
 
     shard: int
@@ -48,6 +58,7 @@ class Marker:
     task: int
     worker: str
     finished_at: str
+    staged: str | None = None
 
     @property
     def has_failures(self) -> bool:
@@ -68,7 +79,7 @@ def read_marker(path: Path) -> Marker:
     except (KeyError, TypeError) as error:
         raise JobError(
             f"{path} is damaged: {error}",
-            hint="delete it and run the same command: its shard is made again",
+            hint="run the job's command: its shard is made again",
         ) from None
 
 
@@ -86,7 +97,9 @@ def marker_from_tables(out: Path, shard: Shard) -> Marker | None:
         )
         images = _read(out, IMAGES, shard, ["row", "image_index"])
         failures = _read(out, FAILURES, shard, ["row", "image_index"])
-        files = tuple(_describe(out, path) for table in TABLES for path in table_files(out, table, shard))
+        files = tuple(
+            _describe(out, path) for table in TABLES for path in table_files(out, table, shard.stem)
+        )
     except (OSError, KeyError, pa.ArrowException):
         return None
     is_ok = pc.equal(metrics["status"], "ok")
@@ -115,7 +128,7 @@ def marker_from_tables(out: Path, shard: Shard) -> Marker | None:
 
 def _read(out: Path, table: str, shard: Shard, columns: list[str]) -> pa.Table:
     schema = pa.schema([("row", pa.int64()), ("image_index", pa.int32())])
-    paths = table_files(out, table, shard)
+    paths = table_files(out, table, shard.stem)
     if not paths:
         if table == METRICS:
             raise FileNotFoundError(shard.stem)

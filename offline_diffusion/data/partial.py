@@ -66,11 +66,24 @@ class Slot(NamedTuple):
     status: str
 
 
-def new_partial_path(folder: Path, stem: str) -> Path:
-    """A fresh name that sorts behind all partials of the shard: the newest attempt owns the shard."""
-    newest = partial_paths(folder, stem)
-    generation = int(newest[-1].name.split(".")[1].split("-")[0]) + 1 if newest else 0
-    return folder / f"{stem}.{generation:06d}-{secrets.token_hex(4)}.arrows"
+def new_partial_path(folder: Path, stem: str, generation: int) -> Path:
+    """A fresh name for a partial of an owner of the shard; a later owner has a higher generation."""
+    return folder / f"{stem}.{new_attempt(generation)}.arrows"
+
+
+def new_attempt(generation: int) -> str:
+    """Names what an owner of a shard writes; unlike any other name, also of the same generation."""
+    return f"{generation:06d}-{secrets.token_hex(4)}"
+
+
+def newest_generation(folder: Path, stem: str) -> int:
+    """The highest generation that a shard's partials have; -1 without partials."""
+    return max((int(attempt_of(path).split("-")[0]) for path in partial_paths(folder, stem)), default=-1)
+
+
+def attempt_of(path: Path) -> str:
+    """The part of a partial's name that ``new_attempt`` made."""
+    return path.name.split(".")[1]
 
 
 def partial_paths(folder: Path, stem: str) -> list[Path]:
@@ -81,15 +94,23 @@ def partial_paths(folder: Path, stem: str) -> list[Path]:
 class PartialWriter:
     """Appends records to a new partial file.
 
-    After an error the file may end in a torn record, so it takes no more.
+    After an error the file may end in a torn record, so it takes no more: ``is_whole`` is false.
+
+    Raises:
+        OSError: The disk is full or failed; no file is left.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._offset = 0
-        self._whole = self._synced = True
-        self._write(PARTIAL_SCHEMA.serialize())
+        self.is_whole = self._synced = True
+        try:
+            self._write(PARTIAL_SCHEMA.serialize())
+        except OSError:
+            self.close()
+            path.unlink()
+            raise
 
     def append(self, record: Record) -> Slot:
         """Writes a record: once this returns, kill -9 cannot lose it.
@@ -97,19 +118,19 @@ class PartialWriter:
         Raises:
             OSError: The disk is full or failed.
         """
-        assert self._whole, "append after a failed write"
+        assert self.is_whole, "append after a failed write"
         offset = self._offset
         self._write(_to_batch(record).serialize())
         return Slot(self.path, offset, self._offset - offset, record.status)
 
     def _write(self, data: pa.Buffer) -> None:
         view = memoryview(data)
-        self._whole = self._synced = False
+        self.is_whole = self._synced = False
         while view.nbytes:
             written = os.write(self._fd, view)
             self._offset += written
             view = view[written:]
-        self._whole = True
+        self.is_whole = True
 
     def sync(self) -> None:
         """Makes everything appended survive a power loss."""
@@ -124,13 +145,20 @@ class PartialWriter:
 
 
 def scan_partials(paths: Sequence[Path]) -> Iterator[tuple[Slot, Record]]:
-    """Every whole record of some partial files, in order; a torn tail ends its file."""
+    """Every whole record of some partial files, in order; a torn tail ends its file.
+
+    A file that is gone has none: its shard was published meanwhile.
+    """
     for path in paths:
         yield from _scan(path)
 
 
 def _scan(path: Path) -> Iterator[tuple[Slot, Record]]:
-    with pa.OSFile(str(path)) as file:
+    try:
+        opened = pa.OSFile(str(path))
+    except FileNotFoundError:
+        return
+    with opened as file:
         if _next_message(file) is None:
             return
         while True:

@@ -1,13 +1,11 @@
 """One shard from its first finished image to its publication, safe against a crash at any point.
 
-A shard is made in four steps: every finished image is appended to a partial file; once all are there
-the tables are written under scratch names; they are renamed into place; the marker is written. Only
-then do the partials go.
+Every finished image is appended to a partial file; once all are there the tables are staged, committed and
+moved into place, see ``publication``. Only then do the partials go.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -15,42 +13,49 @@ from pathlib import Path
 from typing import Any
 
 from offline_diffusion.config import ImageFormat
+from offline_diffusion.data.disk_full import disk_stayed_full
 from offline_diffusion.data.files import disk_errors, sync_folder
-from offline_diffusion.data.layout import TABLES, Shard, table_files
+from offline_diffusion.data.layout import Shard, StagedFolder
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker, PublishedFile
 from offline_diffusion.data.partial import (
     ImageKey,
     PartialWriter,
     Record,
+    attempt_of,
     new_partial_path,
+    newest_generation,
     partial_paths,
     read_record,
     scan_partials,
 )
+from offline_diffusion.data.publication import ShardLostError
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.schemas import INVALID_ROW
 from offline_diffusion.data.shard_images import ImageKeys, ShardImages, SlotTable
 from offline_diffusion.data.tables import TableWriter, failures_writer, images_writer, metrics_writer
-from offline_diffusion.errors import JobError
+from offline_diffusion.errors import DiskFullError
 
 
 class ShardWriter:
     """Collects the images of one shard and publishes them. Not thread-safe.
 
-    Opening it makes this process the shard's owner: a process that had it open before can no longer
-    publish it.
+    A process that has it open with a lower generation can no longer publish it.
 
     Args:
         ledger: The open output folder.
         shard: Which rows.
         rows: Those rows, in order; a ``RowFault`` for each that is quarantined.
+        number: Of the publication to be made, as ``Ledger.next_number`` told before anything of the
+            shard was looked at.
+        generation: Of this owner of the shard; None takes one above all that have left partials.
         task, worker: Recorded with quarantined rows and in the marker.
         image_format: Of the encoded images; names their files.
         retry_failed: Do images again that failed before, also of a published shard.
 
     Raises:
-        JobError: The disk is full or cannot be written to.
+        DiskFullError: There is no space.
+        JobError: The disk failed or cannot be written to.
     """
 
     def __init__(
@@ -59,6 +64,8 @@ class ShardWriter:
         shard: Shard,
         rows: Sequence[ManifestRow | RowFault],
         *,
+        number: int,
+        generation: int | None = None,
         task: int,
         worker: str,
         image_format: ImageFormat,
@@ -71,16 +78,27 @@ class ShardWriter:
         assert numbers == list(range(shard.start, shard.stop)), "rows must be the shard's, in order"
         self.images = ShardImages(rows)
         self._failed_attempts: dict[int, int] = {}  # by an image's number; only of what is retried
+        self._number = number
+        self._staged: StagedFolder | None = None  # from the commit on
+        self._marker: Marker | None = None
         with disk_errors(ledger.out):
+            newest = newest_generation(ledger.partials, shard.stem)
+            self.generation = newest + 1 if generation is None else generation
+            self._partial_paths = partial_paths(ledger.partials, shard.stem)
             self._slots = self._recover(retry_failed)
-            path = new_partial_path(ledger.partials, shard.stem)
-            self._partial = PartialWriter(path)
-            sync_folder(ledger.partials)
+            self._partial = self._new_partial()
+
+    def _new_partial(self) -> PartialWriter:
+        folder = self._ledger.partials
+        partial = PartialWriter(new_partial_path(folder, self.shard.stem, self.generation))
+        self._partial_paths.append(partial.path)
+        sync_folder(folder)
+        return partial
 
     def _recover(self, retry_failed: bool) -> SlotTable:
         """What earlier attempts left: the first good image of each key, else its failure."""
         slots = SlotTable(self.images)
-        for slot, record in scan_partials(partial_paths(self._ledger.partials, self.shard.stem)):
+        for slot, record in scan_partials(self._partial_paths):
             if not self._wanted(record.key, record.result.get("row_hash")):
                 continue
             if retry_failed and record.status != "ok":
@@ -119,13 +137,15 @@ class ShardWriter:
         """Takes over good images that were published or begun elsewhere, durably.
 
         Those of rows that have changed, and those that are here already, are left.
+
+        Raises:
+            DiskFullError: There is no space; it may be tried again with the same images.
+            JobError: The disk failed.
         """
-        with disk_errors(self._partial.path):
-            for record in records:
-                is_wanted = self._wanted(record.key, record.result.get("row_hash"))
-                if is_wanted and record.status == "ok" and record.key not in self._slots:
-                    self._slots[record.key] = self._partial.append(record)
-            self._partial.sync()
+        for record in records:
+            if record.status == "ok" and self._wanted(record.key, record.result.get("row_hash")):
+                self.append(record)
+        self.sync()
 
     @property
     def finished(self) -> ImageKeys:
@@ -163,71 +183,114 @@ class ShardWriter:
             Whether it was new; a second one of the same image is dropped.
 
         Raises:
-            JobError: The disk is full or failed.
+            DiskFullError: There is no space; it may be tried again.
+            JobError: The disk failed.
         """
         assert self.images.number(record.key) is not None, (
             f"image {record.key} is not of shard {self.shard.index}"
         )
         if record.key in self._slots:
             return False
+        if not self._partial.is_whole:  # it may end in a torn record: this one goes into another file
+            self.sync()
+            with disk_errors(self._ledger.partials):
+                torn, self._partial = self._partial, self._new_partial()
+                torn.close()
         with disk_errors(self._partial.path):
             self._slots[record.key] = self._partial.append(record)
         return True
 
     def sync(self) -> None:
-        """Makes everything appended survive a power loss."""
-        with disk_errors(self._partial.path):
-            self._partial.sync()
+        """Makes everything appended survive a power loss.
+
+        Raises:
+            JobInterrupted: There is no space. What was written since the last time may be lost, and the
+                system does not say it twice, so the next run has to look at what is there.
+            JobError: The disk failed.
+        """
+        try:
+            with disk_errors(self._partial.path):
+                self._partial.sync()
+        except DiskFullError as error:
+            raise disk_stayed_full(self._ledger.out, error) from error
 
     def close(self) -> None:
         """Closes the partial, which stays for the next attempt."""
         self._partial.close()
 
     def publish(self) -> Marker:
-        """Writes the tables, renames them into place and writes the marker.
+        """Stages the tables, commits them and moves them into place.
 
         Raises:
-            JobError: The disk is full, or another process took the shard over.
+            ShardLostError: Another process has published the shard, or has taken it over.
+            DiskFullError: There is no space; it may be tried again.
+            JobError: The disk failed, or the folder was given to another manifest.
         """
         assert self.complete, f"shard {self.shard.index} lacks {len(self.missing)} images"
+        if self._staged is None:
+            self.sync()
+            self._commit()
+        assert self._staged is not None
+        assert self._marker is not None
         with disk_errors(self._ledger.out):
-            self._partial.sync()
-            self._check_owner()
-            writers = self._table_writers()
             try:
-                written = self._write_tables(*writers)
-                self._check_owner()
-                marker = self._marker([file for _, file in written])
-                self._rename(written)
-                self._check_owner()
-                self._ledger.write_marker(self.shard, marker)
-            finally:
-                for writer in writers:
-                    writer.discard()
+                self._ledger.publications.move(self._staged, self._marker)
+            except FileNotFoundError:
+                self._ledger.check_current()
+                raise
             self.close()
-            for path in partial_paths(self._ledger.partials, self.shard.stem):
+            for path in self._partial_paths:
                 path.unlink(missing_ok=True)
-        return marker
+        return self._marker
+
+    def _commit(self) -> None:
+        publications, attempt = self._ledger.publications, attempt_of(self._partial.path)
+        with disk_errors(self._ledger.out):
+            try:
+                self._check_owner()
+                staged = publications.stage(self.shard, self._number, attempt)
+                try:
+                    marker = self._stage_tables(staged)
+                    self._check_owner()
+                    if not publications.commit(staged, marker):
+                        raise ShardLostError
+                except Exception:
+                    if publications.discard(staged):  # else the error came after the deed
+                        raise
+            except FileNotFoundError:  # whoever took the shard over, or the folder, has taken it away
+                self._check_owner()
+                raise
+        self._staged, self._marker = staged, marker
+
+    def _stage_tables(self, staged: StagedFolder) -> Marker:
+        writers = self._table_writers(staged.path)
+        try:
+            for row, record in self._records():
+                self._add(row, record, *writers)
+            return self._make_marker(staged, [file for writer in writers for file in writer.close()])
+        finally:
+            for writer in writers:
+                writer.discard()
 
     def _check_owner(self) -> None:
-        """A late process must not publish over the one that took its shard over."""
+        """A late process does not publish over the one that took its shard over."""
         self._ledger.check_current()
-        paths = partial_paths(self._ledger.partials, self.shard.stem)
-        if not paths or paths[-1] != self._partial.path:
-            raise JobError(
-                f"shard {self.shard.index} of {self._ledger.out} was taken over by another process",
-                hint="the same task seems to run twice; this one stops and nothing is lost",
-            )
+        if self._ledger.next_number(self.shard) > self._number:
+            raise ShardLostError
+        if newest_generation(self._ledger.partials, self.shard.stem) > self.generation:
+            raise ShardLostError
 
-    def _table_writers(self) -> tuple[TableWriter, TableWriter, TableWriter]:
-        scratch, shard = self._ledger.scratch, self.shard
-        images = images_writer(scratch, shard, self._ledger.job.identity.carried_schema)
-        return images, metrics_writer(scratch, shard), failures_writer(scratch, shard)
+    def forget(self) -> None:
+        """Closes a shard that was lost. Its partials go if it is published; else its owner reads them."""
+        self.close()
+        if self._ledger.next_number(self.shard) > self._number:
+            with disk_errors(self._ledger.partials):
+                for path in self._partial_paths:
+                    path.unlink(missing_ok=True)
 
-    def _write_tables(self, *writers: TableWriter) -> list[tuple[Path, PublishedFile]]:
-        for row, record in self._records():
-            self._add(row, record, *writers)
-        return [file for writer in writers for file in writer.close()]
+    def _table_writers(self, folder: Path) -> tuple[TableWriter, TableWriter, TableWriter]:
+        images = images_writer(folder, self.shard, self._ledger.job.identity.carried_schema)
+        return images, metrics_writer(folder, self.shard), failures_writer(folder, self.shard)
 
     def _records(self) -> Iterator[tuple[ManifestRow | RowFault, Record | None]]:
         """Rows in manifest order with each of their images; None for a faulty row."""
@@ -274,7 +337,7 @@ class ShardWriter:
             "row_hash": fault.content_hash,
         }
 
-    def _marker(self, files: list[PublishedFile]) -> Marker:
+    def _make_marker(self, staged: StagedFolder, files: list[PublishedFile]) -> Marker:
         return Marker(
             shard=self.shard.index,
             start=self.shard.start,
@@ -286,24 +349,8 @@ class ShardWriter:
             task=self._task,
             worker=self._worker,
             finished_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            staged=staged.path.name,
         )
-
-    def _rename(self, written: list[tuple[Path, PublishedFile]]) -> None:
-        """From the first rename until the marker is there the partials alone hold the shard."""
-        out, ledger = self._ledger.out, self._ledger
-        ledger.remove_marker(self.shard)
-        for path, file in written:
-            target = out / file.path
-            target.parent.mkdir(exist_ok=True)
-            os.replace(path, target)
-        fresh = {out / file.path for _, file in written}
-        for table in TABLES:
-            for path in table_files(out, table, self.shard):
-                if path not in fresh:
-                    path.unlink()
-            if (out / table).exists():
-                sync_folder(out / table)
-        sync_folder(out)
 
 
 def _fault_values(fault: RowFault) -> dict[str, Any]:

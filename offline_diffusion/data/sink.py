@@ -6,6 +6,7 @@ The engine hands outputs in and goes on; it waits only when too much is unwritte
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -16,16 +17,18 @@ from dataclasses import dataclass, replace
 from offline_diffusion.config import ImageFormat
 from offline_diffusion.data.adoption import Superseded, published_failures, published_records
 from offline_diffusion.data.card import write_card
+from offline_diffusion.data.disk_full import Patience
 from offline_diffusion.data.files import disk_errors
 from offline_diffusion.data.heartbeat import INTERVAL_S, Heartbeat, OpenShard, write_heartbeat
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.partial import Record
+from offline_diffusion.data.publication import ShardLostError
 from offline_diffusion.data.record import make_record
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
 from offline_diffusion.data.shard_images import ImageKeys, ShardImages
 from offline_diffusion.data.shard_writer import ShardWriter
-from offline_diffusion.errors import JobError
+from offline_diffusion.errors import DiskFullError, JobError
 from offline_diffusion.request import RequestOutput
 from offline_diffusion.stages import NO_STAGES, Stages, in_stage
 
@@ -44,6 +47,7 @@ class SinkProgress:
         num_recovered: Images that need not be made again, in the shards opened.
         num_invalid_rows: Quarantined rows in the shards published.
         num_shards: Shards published, or found published when opened.
+        num_lost_shards: Shards that another process published or took over; not counted above.
         num_pending: Images handed in but not written.
     """
 
@@ -52,7 +56,12 @@ class SinkProgress:
     num_recovered: int = 0
     num_invalid_rows: int = 0
     num_shards: int = 0
+    num_lost_shards: int = 0
     num_pending: int = 0
+
+
+def _say_nothing(_: str) -> None:
+    pass
 
 
 class Sink:
@@ -66,6 +75,7 @@ class Sink:
         task, num_tasks, worker: Recorded with every image.
         num_threads: Encoders.
         max_pending: Most images that wait to be encoded and written.
+        say: Called with lines for the user, from any thread.
         stages: Hears of the stages of an image here.
     """
 
@@ -80,13 +90,16 @@ class Sink:
         worker: str = "",
         num_threads: int = 4,
         max_pending: int = 64,
+        say: Callable[[str], None] = _say_nothing,
         stages: Stages = NO_STAGES,
     ) -> None:
         self.stages = stages
         self._ledger, self._image_format, self._image_level = ledger, image_format, image_level
         self._task, self._worker, self._max_pending = task, worker, max_pending
+        self._say, self._patience = say, Patience(ledger.out, say)
         self._superseded = Superseded(ledger)
         self._open: dict[int, ShardWriter] = {}
+        self._lost: set[int] = set()
         self._tables_seen: set[str] = set()
         self._room = threading.Condition()  # guards everything below
         self._progress = SinkProgress()
@@ -108,6 +121,7 @@ class Sink:
         rows: Sequence[ManifestRow | RowFault],
         *,
         retry_failed: bool = False,
+        generation: int | None = None,
     ) -> ImageKeys:
         """Begins or resumes a shard; it is published as soon as all its images are in.
 
@@ -115,30 +129,44 @@ class Sink:
             shard: Which rows.
             rows: Those rows, in order; a ``RowFault`` for each that is quarantined.
             retry_failed: Make images again that failed before, also of a published shard.
+            generation: Of this owner of the shard, see `ShardWriter`.
 
         Returns:
             Images that are here already: only the others are to be submitted.
 
         Raises:
-            JobError: The disk is full or failed.
+            JobInterrupted: The disk is full and stayed so.
+            JobError: The disk failed.
         """
         self._raise_error()
-        marker = self._ledger.marker(shard)
-        if marker is None and self._superseded.restore(shard, rows):
-            marker = self._ledger.marker(shard)
+        number, marker = self._ledger.next_number(shard), self._ledger.marker(shard)
+        if marker is None and self._patience.do(lambda: self._superseded.restore(shard, rows, number)):
+            number, marker = number + 1, self._ledger.marker(shard)
         if marker is not None and not (retry_failed and marker.has_failures):
             images = ShardImages(rows)
             self._count(num_recovered=len(images), num_shards=1)
             return ImageKeys.all_of(images)
-        writer = self._make_writer(shard, rows, retry_failed)
+        make = functools.partial(
+            ShardWriter,
+            self._ledger,
+            shard,
+            rows,
+            number=number,
+            generation=generation,
+            task=self._task,
+            worker=self._worker,
+            image_format=self._image_format,
+            retry_failed=retry_failed,
+        )
+        writer = self._patience.do(make)
         if marker is not None:
-            writer.adopt(record for _, record in published_records(self._ledger.out, shard))
-            writer.count_failures(published_failures(self._ledger.out, shard))
+            self._adopt_published(writer)
         else:
-            writer.adopt(self._superseded.records(rows, writer.missing))
+            self._patience.do(lambda: writer.adopt(self._superseded.records(rows, writer.missing)))
         finished = writer.finished
         with self._room:
             self._open[shard.index] = writer
+            self._lost.discard(shard.index)
             self._heartbeat.shards[shard.index] = OpenShard(
                 num_images=len(writer.images), num_ok=writer.num_ok, num_failed=writer.num_failed
             )
@@ -148,16 +176,28 @@ class Sink:
             self._writer.submit(self._guarded, lambda: self._publish(writer), 0)
         return finished
 
+    def _adopt_published(self, writer: ShardWriter) -> None:
+        out, shard = self._ledger.out, writer.shard
+        self._patience.do(lambda: self._ledger.roll_forward(shard))
+        self._patience.do(lambda: writer.adopt(record for _, record in published_records(out, shard)))
+        writer.count_failures(published_failures(out, shard))
+
     @in_stage("wait_sink")
     def submit(self, shard_index: int, image: ImageTask, output: RequestOutput) -> None:
         """Hands a finished or failed image in; waits while too much is unwritten.
 
+        An image of a shard that was lost is dropped.
+
         Raises:
+            JobInterrupted: The disk is full and stayed so.
             JobError: Writing failed, now or for an earlier image.
         """
         assert output.status != "aborted", "an aborted request has nothing to record"
         num_bytes = output.pixels.nbytes if output.pixels is not None else 0
-        writer = self._open.get(shard_index)
+        with self._room:
+            writer = self._open.get(shard_index)
+            if shard_index in self._lost:
+                return
         assert writer is not None, f"shard {shard_index} is not open"
         self._admit(num_bytes)
         self._encoders.submit(self._encode, writer, image, output, num_bytes)
@@ -190,6 +230,8 @@ class Sink:
         """
         if self._stopped.is_set():
             return
+        if abandon:
+            self._patience.end()
         self._settle()
         self._stopped.set()
         self._beater.join()
@@ -200,7 +242,8 @@ class Sink:
         failed = abandon or self._error is not None
         assert failed or not self._open, f"shards {sorted(self._open)} are not complete"
         self._heartbeat.state = "stopped" if failed else "done"
-        self._beat()
+        with contextlib.suppress(DiskFullError):
+            self._beat()
         if not self._error_raised:
             self._raise_error()
 
@@ -249,19 +292,6 @@ class Sink:
                 self._error = error
             self._room.notify_all()
 
-    def _make_writer(
-        self, shard: Shard, rows: Sequence[ManifestRow | RowFault], retry_failed: bool
-    ) -> ShardWriter:
-        return ShardWriter(
-            self._ledger,
-            shard,
-            rows,
-            task=self._task,
-            worker=self._worker,
-            image_format=self._image_format,
-            retry_failed=retry_failed,
-        )
-
     @in_stage("image_encode")
     def _encode(self, writer: ShardWriter, image: ImageTask, output: RequestOutput, num_bytes: int) -> None:
         try:
@@ -293,7 +323,9 @@ class Sink:
 
     @in_stage("write")
     def _write(self, writer: ShardWriter, record: Record) -> None:
-        if not writer.append(record):
+        if self._open.get(writer.shard.index) is not writer:  # lost
+            return
+        if not self._patience.do(lambda: writer.append(record)):
             return
         is_ok = record.status == "ok"
         with self._room:
@@ -307,15 +339,32 @@ class Sink:
 
     @in_stage("publish")
     def _publish(self, writer: ShardWriter) -> None:
-        marker = writer.publish()
-        with self._room:
-            del self._open[writer.shard.index]
-            del self._heartbeat.shards[writer.shard.index]
+        try:
+            marker = self._patience.do(writer.publish)
+        except ShardLostError:
+            self._lose(writer)
+            return
+        self._forget(writer)
         self._count(num_shards=1, num_invalid_rows=marker.num_invalid_rows)
         tables = {file.path.split("/")[0] for file in marker.files}
         if not tables <= self._tables_seen:
             self._tables_seen |= tables
-            write_card(self._ledger)
+            self._patience.do(lambda: write_card(self._ledger))
+
+    def _lose(self, writer: ShardWriter) -> None:
+        """Somebody else has the shard: that is his work, and no fault."""
+        index = writer.shard.index
+        with self._room:
+            self._lost.add(index)
+        self._forget(writer)
+        self._count(num_lost_shards=1)
+        writer.forget()
+        self._say(f"shard {index} was published or taken over by another process: left to it")
+
+    def _forget(self, writer: ShardWriter) -> None:
+        with self._room:
+            del self._open[writer.shard.index]
+            del self._heartbeat.shards[writer.shard.index]
 
     def _settle(self) -> None:
         with self._room:

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from offline_diffusion.data.carried import carried_array
-from offline_diffusion.data.files import file_sha256, scratch_path
-from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, Shard
+from offline_diffusion.data.files import file_sha256
+from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, Shard, staged_file
 from offline_diffusion.data.marker import PublishedFile
 from offline_diffusion.data.schemas import (
     FAILURES_SCHEMA,
@@ -40,10 +40,10 @@ Row = Mapping[str, Any]
 
 
 class TableWriter:
-    """Turns rows into the files of one table of one shard, under scratch names.
+    """Turns rows into the files of one table of one shard, not in their place yet.
 
     Args:
-        scratch: Folder for the unpublished files.
+        folder: For the unpublished files; see ``layout.staged_file``.
         table: Name of the table: the folder that the files will go to.
         stem: File name without suffix.
         schema: Of the files.
@@ -52,13 +52,13 @@ class TableWriter:
 
     def __init__(
         self,
-        scratch: Path,
+        folder: Path,
         table: str,
         stem: str,
         schema: pa.Schema,
         build: Callable[[list[Row]], pa.Table],
     ) -> None:
-        self._scratch, self._table, self._stem = scratch, table, stem
+        self._folder, self._table, self._stem = folder, table, stem
         self._schema, self._build = schema, build
         self._options = _parquet_options(schema)
         self._rows: list[Row] = []
@@ -66,7 +66,7 @@ class TableWriter:
         self._writer: pq.ParquetWriter | None = None
         self._file: io.BufferedWriter | None = None
         self._num_rows = 0
-        self._written: list[tuple[Path, PublishedFile]] = []
+        self._written: list[PublishedFile] = []
 
     def add(self, row: Row, num_bytes: int = 0) -> None:
         """Adds a row whose largest value has ``num_bytes``."""
@@ -77,11 +77,11 @@ class TableWriter:
         self._rows.append(row)
         self._num_bytes += num_bytes
 
-    def close(self) -> list[tuple[Path, PublishedFile]]:
-        """Ends the table. Its files are durable, but still have their scratch names.
+    def close(self) -> list[PublishedFile]:
+        """Ends the table. Its files are durable, but not in their place.
 
         Returns:
-            For each file its scratch path and what it will be published as; none without rows.
+            What they will be published as; none without rows.
         """
         if self._rows:
             self._flush()
@@ -89,15 +89,13 @@ class TableWriter:
         return self._written
 
     def discard(self) -> None:
-        """Closes and deletes what still has a scratch name."""
+        """Lets go of what is open; the files stay where they are."""
         if self._writer is not None and self._file is not None:
             with contextlib.suppress(OSError):
                 self._writer.close()
             self._writer.is_open = False  # a failed close would be tried again when it is collected
             with contextlib.suppress(OSError):
                 self._file.close()
-        for path, _ in self._written:
-            path.unlink(missing_ok=True)
 
     def _flush(self) -> None:
         self._write_group(self._build(self._rows))
@@ -120,11 +118,10 @@ class TableWriter:
 
     def _begin_file(self) -> None:
         part = f".part{len(self._written):03d}" if self._written else ""
-        path = scratch_path(self._scratch, f"{self._stem}.{self._table}{part}")
-        self._file = open(path, "xb")  # noqa: SIM115  (lives from row group to row group)
+        target = f"{self._table}/{self._stem}{part}.parquet"
+        self._file = open(staged_file(self._folder, target), "xb")  # noqa: SIM115  (lives on)
         self._writer = pq.ParquetWriter(self._file, self._schema, **self._options)
-        target = PublishedFile(f"{self._table}/{self._stem}{part}.parquet", 0, 0, None)
-        self._written.append((path, target))
+        self._written.append(PublishedFile(target, 0, 0, None))
 
     def _end_file(self) -> None:
         if self._writer is None or self._file is None:
@@ -133,13 +130,14 @@ class TableWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        path, target = self._written[-1]
-        done = PublishedFile(target.path, self._num_rows, path.stat().st_size, file_sha256(path))
-        self._written[-1] = (path, done)
+        target = self._written[-1].path
+        path = staged_file(self._folder, target)
+        stat, sha256 = path.stat(), file_sha256(path)
+        self._written[-1] = PublishedFile(target, self._num_rows, stat.st_size, sha256, stat.st_mtime_ns)
         self._writer, self._file, self._num_rows = None, None, 0
 
 
-def images_writer(scratch: Path, shard: Shard, carried: pa.Schema) -> TableWriter:
+def images_writer(folder: Path, shard: Shard, carried: pa.Schema) -> TableWriter:
     """For rows with the columns of ``IMAGE_COLUMNS`` and ``carried``: the manifest's other values."""
     schema = images_schema(carried)
     sources = list(zip(carried_names(carried), carried.names, strict=True))
@@ -151,25 +149,25 @@ def images_writer(scratch: Path, shard: Shard, carried: pa.Schema) -> TableWrite
             columns.append(carried_array(values, schema.field(name).type))
         return pa.Table.from_arrays(columns, schema=schema)
 
-    return TableWriter(scratch, IMAGES, shard.stem, schema, build)
+    return TableWriter(folder, IMAGES, shard.stem, schema, build)
 
 
-def metrics_writer(scratch: Path, shard: Shard) -> TableWriter:
+def metrics_writer(folder: Path, shard: Shard) -> TableWriter:
     """For rows with the columns of ``METRICS_SCHEMA``; missing ones are null."""
-    return _plain_writer(scratch, METRICS, shard, METRICS_SCHEMA)
+    return _plain_writer(folder, METRICS, shard, METRICS_SCHEMA)
 
 
-def failures_writer(scratch: Path, shard: Shard) -> TableWriter:
+def failures_writer(folder: Path, shard: Shard) -> TableWriter:
     """For rows with the columns of ``FAILURES_SCHEMA``; missing ones are null."""
-    return _plain_writer(scratch, FAILURES, shard, FAILURES_SCHEMA)
+    return _plain_writer(folder, FAILURES, shard, FAILURES_SCHEMA)
 
 
-def _plain_writer(scratch: Path, table: str, shard: Shard, schema: pa.Schema) -> TableWriter:
+def _plain_writer(folder: Path, table: str, shard: Shard, schema: pa.Schema) -> TableWriter:
     def build(rows: list[Row]) -> pa.Table:
         columns = [_array([row.get(field.name) for row in rows], field.type) for field in schema]
         return pa.Table.from_arrays(columns, schema=schema)
 
-    return TableWriter(scratch, table, shard.stem, schema, build)
+    return TableWriter(folder, table, shard.stem, schema, build)
 
 
 def _array(values: list[Any], type_: pa.DataType) -> pa.Array:

@@ -15,9 +15,19 @@ import pyarrow.parquet as pq
 
 from offline_diffusion.data.encode import DECODE_ERRORS, decode_image, pixels_sha256
 from offline_diffusion.data.files import file_sha256
-from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, TABLES, Shard, table_files
+from offline_diffusion.data.layout import (
+    FAILURES,
+    IMAGES,
+    METRICS,
+    TABLES,
+    Shard,
+    publication_numbers,
+    staged_file,
+    staged_folders,
+    table_files,
+)
 from offline_diffusion.data.ledger import Ledger
-from offline_diffusion.data.marker import Marker, PublishedFile, marker_from_tables
+from offline_diffusion.data.marker import Marker, PublishedFile, marker_from_tables, read_marker
 from offline_diffusion.data.schemas import FAILURES_SCHEMA, INVALID_ROW, METRICS_SCHEMA, images_schema
 from offline_diffusion.errors import JobError
 
@@ -44,10 +54,15 @@ class Problem:
 
 @dataclass(slots=True, kw_only=True)
 class ShardReport:
-    """What was found in one shard; ``done`` is false while it is not published, which is no fault."""
+    """What was found in one shard.
+
+    ``done`` is false while it is not published, ``unmoved`` true while it is but not all of its files are
+    in their places. Neither is a fault.
+    """
 
     shard: int
     done: bool
+    unmoved: bool = False
     num_rows: int = 0
     num_images: int = 0
     problems: list[Problem] = field(default_factory=list)
@@ -61,6 +76,8 @@ class VerifyReport:
         num_shards, num_shards_done: All, and published.
         num_rows, num_images: Rows covered and images read.
         pending: Shards not published yet.
+        unmoved: Shards that are published, but whose files the next run has to put into their places.
+        num_leftovers: Staged publications that were not committed: a run is at work, or it died.
         broken: Published shards with a problem; see ``redo_hint``.
         problems: At most the first thousand.
         num_problems: All of them.
@@ -71,6 +88,8 @@ class VerifyReport:
     num_rows: int = 0
     num_images: int = 0
     pending: list[int] = field(default_factory=list)
+    unmoved: list[int] = field(default_factory=list)
+    num_leftovers: int = 0
     broken: list[int] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     num_problems: int = 0
@@ -80,6 +99,11 @@ class VerifyReport:
         """Whether nothing is wrong; shards may still be pending."""
         return self.num_problems == 0
 
+    @property
+    def finished(self) -> bool:
+        """Whether every shard is published and in its place."""
+        return not self.pending and not self.unmoved
+
     def add(self, shard: ShardReport) -> None:
         self.num_rows += shard.num_rows
         self.num_images += shard.num_images
@@ -87,6 +111,8 @@ class VerifyReport:
             self.num_shards_done += 1
         else:
             self.pending.append(shard.shard)
+        if shard.unmoved:
+            self.unmoved.append(shard.shard)
         if shard.problems:
             self.broken.append(shard.shard)
         self.add_problems(shard.problems)
@@ -94,6 +120,12 @@ class VerifyReport:
     def add_problems(self, problems: list[Problem]) -> None:
         self.num_problems += len(problems)
         self.problems += problems[: _MAX_PROBLEMS - len(self.problems)]
+
+    def add_folder(self, ledger: Ledger) -> None:
+        """Adds what is told by the folder as a whole: strays and leftovers."""
+        self.add_problems(find_strays(ledger))
+        folders = staged_folders(ledger.publications.staged)
+        self.num_leftovers = sum(not ledger.publications.is_committed(folder) for folder in folders)
 
 
 def verify(out: Path, *, num_threads: int | None = None) -> VerifyReport:
@@ -106,7 +138,7 @@ def verify(out: Path, *, num_threads: int | None = None) -> VerifyReport:
     report = VerifyReport(num_shards=len(ledger.shards))
     for shard in verify_shards(out, num_threads=num_threads):
         report.add(shard)
-    report.add_problems(find_strays(ledger))
+    report.add_folder(ledger)
     return report
 
 
@@ -118,9 +150,10 @@ def redo_hint(ledger: Ledger, broken: Sequence[int]) -> str | None:
     if not broken:
         return None
     shards = [ledger.shards[index] for index in broken[:_MAX_HINTED]]
-    paths = [ledger.marker_path(shard) for shard in shards]
+    numbers = publication_numbers(ledger.markers_folder)
+    paths = [ledger.marker_path(shard, number) for shard in shards for number in numbers.get(shard.index, ())]
     if not ledger.markers_folder.exists():
-        paths = [path for shard in shards for path in table_files(ledger.out, METRICS, shard)]
+        paths = [path for shard in shards for path in table_files(ledger.out, METRICS, shard.stem)]
     more = f" (likewise for {len(broken) - len(shards):,} more shards)" if len(broken) > len(shards) else ""
     what = f"shard {broken[0]}" if len(broken) == 1 else f"{len(broken):,} shards"
     return f"to make {what} again, delete {', '.join(map(str, paths))}{more} and run the job's command"
@@ -141,18 +174,21 @@ def verify_shards(out: Path, *, num_threads: int | None = None) -> Iterator[Shar
     """
     ledger = Ledger(out)
     restored = not ledger.markers_folder.exists()
+    numbers = ledger.publications.numbers()
     with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as decoders:
         for shard in ledger.shards:
-            report = ShardReport(shard=shard.index, done=True)
+            report = ShardReport(shard=shard.index, done=restored or shard.index in numbers)
+            path = ledger.marker_path(shard, numbers.get(shard.index, 0))
+            marker: Marker | None = None
             try:
-                marker = marker_from_tables(ledger.out, shard) if restored else ledger.marker(shard)
+                if restored:
+                    marker = marker_from_tables(ledger.out, shard)
+                    report.done = marker is not None
+                elif report.done:
+                    marker = read_marker(path)
             except JobError as error:
-                report.problems.append(Problem(str(ledger.marker_path(shard)), error.message))
-                yield report
-                continue
-            if marker is None:
-                report.done = False
-            else:
+                report.problems.append(Problem(str(path), error.message))
+            if marker is not None:
                 _ShardCheck(ledger, shard, marker, report, decoders).run()
             yield report
 
@@ -160,33 +196,21 @@ def verify_shards(out: Path, *, num_threads: int | None = None) -> Iterator[Shar
 def find_strays(ledger: Ledger) -> list[Problem]:
     """Files in the tables' folders that no marker speaks of: a reader of the folder would take them in.
 
-    A run that dies while it publishes leaves some; the next run replaces them.
+    Those of a shard whose files are still on their way are left out: what is old goes when they come.
     """
-    known = {file.path for marker in _readable_markers(ledger) for file in marker.files}
+    known = {file.path for marker in ledger.markers().values() for file in marker.files}
+    publications = ledger.publications
+    staged = staged_folders(publications.staged)
+    moving = {folder.stem for folder in staged if publications.is_committed(folder)}
     strays = []
     for table in TABLES:
         for path in sorted((ledger.out / table).glob("*")):
             name = f"{table}/{path.name}"
-            if name not in known and not path.name.startswith("."):
-                strays.append(
-                    Problem(
-                        name, "belongs to no published shard; if its shard is begun the next run replaces it"
-                    )
-                )
+            is_known = name in known or path.name.split(".")[0] in moving
+            if not is_known and not path.name.startswith("."):
+                reason = "belongs to no published shard; if its shard is begun the next run replaces it"
+                strays.append(Problem(name, reason))
     return strays
-
-
-def _readable_markers(ledger: Ledger) -> Iterator[Marker]:
-    if not ledger.markers_folder.exists():
-        yield from ledger.markers().values()
-        return
-    for index in sorted(ledger.published()):
-        try:
-            marker = ledger.marker(ledger.shards[index])
-        except JobError:
-            continue
-        if marker is not None:
-            yield marker
 
 
 class _ShardCheck:
@@ -197,6 +221,7 @@ class _ShardCheck:
     ) -> None:
         self._out, self._shard, self._marker = ledger.out, shard, marker
         self._report, self._decoders = report, decoders
+        self._staged = ledger.publications.staged / marker.staged if marker.staged else None
         images = images_schema(ledger.job.identity.carried_schema)
         self._schemas = {IMAGES: images, METRICS: METRICS_SCHEMA, FAILURES: FAILURES_SCHEMA}
 
@@ -217,8 +242,15 @@ class _ShardCheck:
     def _problem(self, file: str, reason: str, row: int | None = None) -> None:
         self._report.problems.append(Problem(file, reason, row))
 
+    def _path(self, file: PublishedFile) -> Path:
+        """Where a file is: in its place, or still staged."""
+        if self._staged is not None and (staged := staged_file(self._staged, file.path)).exists():
+            self._report.unmoved = True
+            return staged
+        return self._out / file.path
+
     def _file_is_whole(self, file: PublishedFile) -> bool:
-        path = self._out / file.path
+        path = self._path(file)
         try:
             num_bytes = path.stat().st_size
             if num_bytes != file.num_bytes:
@@ -246,10 +278,12 @@ class _ShardCheck:
         return True
 
     def _rows(self, table: str, columns: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        for path in table_files(self._out, table, self._shard):
-            parquet = pq.ParquetFile(path, pre_buffer=False)  # else it holds several row groups
+        for file in self._marker.files:
+            if not file.path.startswith(f"{table}/"):
+                continue
+            parquet = pq.ParquetFile(self._path(file), pre_buffer=False)  # else it holds several row groups
             for batch in parquet.iter_batches(_BATCH_ROWS[table], columns=columns):
-                yield path.relative_to(self._out).as_posix(), batch.to_pylist()
+                yield file.path, batch.to_pylist()
 
     def _check_metrics(self) -> tuple[int, int]:
         """Every row of the shard once, with images 0, 1, 2, ... Counts its good and failed images."""

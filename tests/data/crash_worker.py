@@ -2,12 +2,17 @@
 
 ``crash SCENARIO ROOT STEP`` runs a job again and again in folder ``ROOT/<n>``, dying at its n-th call to
 the operating system that changes the disk, then runs it to the end, until one run needs no n-th call.
+``publish KIND ROOT`` does so at every such call of one publication: KIND is ``first`` or ``again``.
+``zombie KIND ROOT`` freezes a process before each such call instead, lets another take the shard over and
+publish it, twice, and then the frozen one go on.
 ``race KIND ROOT ROUNDS`` opens folders by several processes at once: KIND is ``open`` or ``change``.
 ``storm ROOT KILLS`` runs one job in ``ROOT/out`` and kills it at random moments, then lets it end.
 """
 
 from __future__ import annotations
 
+import builtins
+import hashlib
 import itertools
 import os
 import random
@@ -32,12 +37,18 @@ from output_fakes import (
     run_job,
 )
 
+from offline_diffusion.data import tables
+from offline_diffusion.data.adoption import published_records
 from offline_diffusion.data.card import write_card
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.partial import partial_paths, scan_partials
+from offline_diffusion.data.publication import ShardLostError
+from offline_diffusion.data.quick_check import find_broken
+from offline_diffusion.data.record import make_record
+from offline_diffusion.data.shard_writer import ShardWriter
 from offline_diffusion.data.sink import Sink
 
-CALLS = ("write", "fsync", "replace", "rename", "link", "unlink", "mkdir")
+CALLS = ("write", "fsync", "replace", "rename", "link", "unlink", "mkdir", "rmdir")
 STORM_ROWS, STORM_FAULTS = 120, (7, 31)
 OLD = [make_row(n, row_id=row_id, images=2) for n, row_id in enumerate("abcd")]
 NEW = [make_row(n, row_id=row_id, images=2) for n, row_id in enumerate(["x", "a", "b", "d"])]
@@ -60,20 +71,27 @@ def wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def die_at(number: int) -> None:
-    """Kills this process before its ``number``-th call that changes the disk."""
+def before_call(number: int, act: Callable[[], None]) -> None:
+    """Does something before this process's ``number``-th call that changes the disk."""
     counter = itertools.count()
 
-    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(real: Callable[..., Any], changes: Callable[..., bool]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if next(counter) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if changes(*args) and next(counter) == number:
+                act()
             return real(*args, **kwargs)
 
         return call
 
     for name in CALLS:
-        setattr(os, name, wrap(getattr(os, name)))
+        setattr(os, name, wrap(getattr(os, name), lambda *_: True))
+    os.open = wrap(os.open, lambda _, flags, *__: bool(flags & os.O_CREAT))
+    builtins.open = wrap(builtins.open, lambda _, mode="r", *__: "r" not in mode)
+
+
+def die_at(number: int) -> None:
+    """Kills this process before its ``number``-th call that changes the disk."""
+    before_call(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def fresh(out: Path) -> None:
@@ -157,6 +175,118 @@ def crash(scenario: str, root: Path, step: int) -> None:
         if code == 0:
             print(number)
             return
+
+
+PUBLISHED = make_rows(6)
+AGAIN = {(0, 0), (1, 0)}
+ONCE_MORE = {(1, 0)}
+"""Images that fail in a first and in a second publication; in a third none does."""
+
+
+def publish(
+    out: Path, failing: set[tuple[int, int]], *, parts: int, arm: Callable[[], None] = lambda: None
+) -> None:
+    """Makes one publication of a shard, unless there is one with as few failures.
+
+    Args:
+        out: The output folder.
+        failing: Images that fail.
+        parts: Rows of the images in a file; so publications differ in their number of files.
+        arm: Called just before the shard is published.
+    """
+    tables.ROW_GROUP_BYTES, tables.FILE_BYTES = 1, 3_500 * parts
+    ledger = open_ledger(out, 6, 6)
+    shard = ledger.shards[0]
+    assert find_broken(ledger, [shard]) == {}
+    number, marker = ledger.next_number(shard), ledger.marker(shard)
+    if marker is not None and marker.num_failed <= len(failing):
+        return
+    options: dict[str, Any] = {"task": 0, "worker": "w", "image_format": "png"}
+    writer = ShardWriter(ledger, shard, PUBLISHED, number=number, retry_failed=marker is not None, **options)
+    if marker is not None:
+        writer.adopt(record for _, record in published_records(out, shard))
+    for image in all_images(PUBLISHED):
+        key = (image.row, image.image_index)
+        output = make_output(image, error_type="nan" if key in failing else None)
+        if key in writer.missing:
+            writer.append(make_record(image, output, row_hash=writer.row_hash(image.row), **options))
+    arm()
+    try:
+        writer.publish()
+    except ShardLostError:
+        writer.forget()
+
+
+def before_publish(kind: str, root: Path) -> set[tuple[int, int]]:
+    """A folder to begin with; returns the images that fail in the publication to be disturbed."""
+    if kind == "first":
+        (root / "before").mkdir()
+        return AGAIN
+    assert wait(fork(lambda: publish(root / "before", AGAIN, parts=1))) == 0
+    return ONCE_MORE
+
+
+def crash_publish(kind: str, root: Path) -> None:
+    failing = before_publish(kind, root)
+    for number in itertools.count():
+        out = root / str(number)
+        shutil.copytree(root / "before", out)
+
+        def dying(out: Path = out, number: int = number) -> None:
+            publish(out, failing, parts=2, arm=lambda: die_at(number))
+
+        def resumed(out: Path = out) -> None:
+            publish(out, failing, parts=2)
+            ledger = Ledger(out)
+            ledger.clear_leftovers(ledger.shards)
+
+        code = wait(fork(dying))
+        assert code in (0, -signal.SIGKILL), code
+        assert wait(fork(resumed)) == 0, number
+        if code == 0:
+            print(number)
+            return
+
+
+def zombie(kind: str, root: Path) -> None:
+    failing = before_publish(kind, root)
+    for number in itertools.count():
+        out = root / str(number)
+        shutil.copytree(root / "before", out)
+        is_frozen, freeze = os.pipe()
+        go_on, thaw = os.pipe()
+
+        def act(freeze: int = freeze, go_on: int = go_on, thaw: int = thaw) -> None:
+            os.close(thaw)
+            os.write(freeze, b"x")
+            os.read(go_on, 1)  # ends when the other end is closed
+
+        def freezing(out: Path = out, number: int = number, act: Callable[[], None] = act) -> None:
+            publish(out, failing, parts=2, arm=lambda: before_call(number, act))
+
+        def taking_over(out: Path = out) -> None:
+            publish(out, failing, parts=2)
+            publish(out, set(), parts=1)
+
+        pid = fork(freezing)
+        os.close(freeze)
+        if not os.read(is_frozen, 1):  # it came to its end before
+            assert wait(pid) == 0
+            print(number)
+            return
+        assert wait(fork(taking_over)) == 0, number
+        before = checksums(out)
+        os.close(thaw)
+        assert wait(pid) == 0, number
+        assert checksums(out) == before, number
+        os.close(is_frozen)
+        os.close(go_on)
+
+
+def checksums(out: Path) -> dict[str, str]:
+    """Of everything published."""
+    paths = [*out.glob("*/*.parquet"), *out.glob("_state/shards/*")]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def race(kind: str, root: Path, rounds: int) -> None:
@@ -254,6 +384,10 @@ if __name__ == "__main__":
     command, *rest = sys.argv[1:]
     if command == "crash":
         crash(rest[0], Path(rest[1]), int(rest[2]))
+    elif command == "publish":
+        crash_publish(rest[0], Path(rest[1]))
+    elif command == "zombie":
+        zombie(rest[0], Path(rest[1]))
     elif command == "race":
         race(rest[0], Path(rest[1]), int(rest[2]))
     else:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from offline_diffusion.data.job_file import JobIdentity
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.ledger import Ledger
+from offline_diffusion.data.quick_check import find_broken
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.request import Request, RequestMetrics, RequestOutput, SamplingParams
@@ -131,6 +132,7 @@ def run_job(
 ) -> None:
     """Runs every unfinished shard as a job would; ``drawn`` collects what had to be made."""
     failing = failing or {}
+    find_broken(ledger, ledger.shards)
     with Sink(ledger, num_threads=2, **sink_options) as sink:
         ledger.clear_leftovers(ledger.shards)
         markers = ledger.markers()

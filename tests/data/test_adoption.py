@@ -1,3 +1,4 @@
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,9 @@ from output_fakes import (
     run_job,
 )
 
+from offline_diffusion.data.layout import StagedFolder
+from offline_diffusion.data.marker import Marker
+from offline_diffusion.data.publication import Publications
 from offline_diffusion.data.rows import ManifestRow
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.data.verify import verify
@@ -141,14 +145,82 @@ def test_when_the_state_was_deleted_images_are_still_kept(tmp_path: Path) -> Non
     assert change(tmp_path, rows_with_ids(["c", "z", "a"]), 2) == [(1, 0)]
 
 
-def test_a_damaged_published_shard_is_named(tmp_path: Path) -> None:
+def test_a_published_shard_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Its size, footer and time are right, so only reading it tells."""
     rows = rows_with_ids(["a", "b"])
-    run_job(open_ledger(tmp_path, 2, 2, options={"image_format": "png"}), rows, failing={(1, 0): "nan"})
-    path = tmp_path / "images" / "shard-00000.parquet"
-    path.write_bytes(path.read_bytes()[:-9])
     ledger = open_ledger(tmp_path, 2, 2, options={"image_format": "png"})
-    with pytest.raises(JobError, match=r"published shard-00000 .* cannot be read"):
+    run_job(ledger, rows, failing={(1, 0): "nan"})
+    path = tmp_path / "metrics" / "shard-00000.parquet"
+    stat, data = path.stat(), bytearray(path.read_bytes())
+    data[4:400] = bytes(396)
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(JobError, match=r"published shard-00000 .* cannot be read") as caught:
         run_job(ledger, rows, retry_failed=True)
-    ledger.marker_path(ledger.shards[0]).unlink()
+    assert "shard-00000*.json" in (caught.value.hint or "")
+    for marker in (tmp_path / "_state" / "shards").glob("shard-00000*.json"):
+        marker.unlink()
     run_job(ledger, rows)
+    assert verify(tmp_path, num_threads=1).ok
+
+
+@pytest.mark.parametrize("where", ["before the change", "after it"])
+def test_what_was_committed_but_not_moved_is_adopted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Catches a change that leaves staged files behind: the images would be made again."""
+    rows = rows_with_ids(["a", "b"])
+    ledger = open_ledger(tmp_path, 2, 2, options={"image_format": "png"})
+    with monkeypatch.context() as patch:
+        patch.setattr(Publications, "move", lambda *_: None)
+        run_job(ledger, rows)
+    assert read_table(tmp_path, "images") == []
+    if where == "before the change":
+        open_ledger(tmp_path, 2, 2, options={"image_format": "png"})
+        assert len(read_table(tmp_path, "images")) == 2
+    assert change(tmp_path, [*rows, make_row(2, row_id="c")], 2) == [(2, 0)]
+    assert list((tmp_path / "_state" / "staged").iterdir()) == []
+
+
+def test_a_late_process_of_the_old_manifest_puts_nothing_into_the_new_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen before its files move, and once more before its commit: what it needs was moved aside."""
+    rows = rows_with_ids(["a", "b", "c", "d"])
+    ledger = open_ledger(tmp_path, 4, 2, options={"image_format": "png"})
+    real_move, real_commit, late = Publications.move, Publications.commit, []
+
+    def freeze_move(self: Publications, staged: StagedFolder, marker: Marker) -> None:
+        late.append(lambda: real_move(self, staged, marker))
+
+    def freeze_commit(self: Publications, staged: StagedFolder, marker: Marker) -> bool:
+        if staged.shard == 0:
+            return real_commit(self, staged, marker)
+        late.append(lambda: real_commit(self, staged, marker))
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Publications, "move", freeze_move)
+        patch.setattr(Publications, "commit", freeze_commit)
+        run_job(ledger, rows)
+    assert ledger.published() == {0}
+    other = rows_with_ids(["x", "y", "z", "w"])
+    change(tmp_path, other, 2)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(late) == 3  # two moves, one commit
+    for act in late:
+        with contextlib.suppress(FileNotFoundError):
+            act()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_what_failed_is_retried_in_a_shard_that_is_kept(tmp_path: Path) -> None:
+    """Catches a retry under the number that the kept shard was published with: it would be lost."""
+    rows, options = rows_with_ids(["a", "b", "c"]), {"image_format": "png"}
+    run_job(open_ledger(tmp_path, 3, 2, options=options), rows, failing={(1, 0): "nan"})
+    ledger = open_ledger(tmp_path, 2, 2, options=options, manifest={"n": 2}, allow_manifest_change=True)
+    drawn: list[tuple[int, int]] = []
+    run_job(ledger, rows[:2], retry_failed=True, drawn=drawn)
+    assert drawn == [(1, 0)]
+    assert [row["row"] for row in read_table(tmp_path, "images")] == [0, 1]
     assert verify(tmp_path, num_threads=1).ok

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from output_fakes import CARRIED, contents, make_rows, open_ledger, run_job
 
 from offline_diffusion.data.ledger import Ledger, make_shards
+from offline_diffusion.data.publication import Publications
+from offline_diffusion.data.verify import verify
 from offline_diffusion.errors import JobError, JobMismatchError
 
 
@@ -130,11 +132,29 @@ def test_readers_refuse_a_folder_that_is_not_ours(tmp_path: Path) -> None:
         _ = Ledger(tmp_path / "nowhere").job
 
 
-def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
-    ledger = open_ledger(tmp_path, 4, 4)
+def test_a_damaged_marker_counts_as_none(tmp_path: Path) -> None:
+    rows = make_rows(8)
+    ledger = open_ledger(tmp_path, 8, 4)
+    run_job(ledger, rows)
     ledger.marker_path(ledger.shards[0]).write_text('{"files": [')
-    with pytest.raises(JobError, match=r"shard-00000\.json is damaged"):
-        ledger.markers()
+    assert list(ledger.markers()) == [1]
+    assert ledger.marker(ledger.shards[0]) is None
+    assert ledger.next_number(ledger.shards[0]) == 1
+
+
+def test_the_newest_publication_is_the_valid_one(tmp_path: Path) -> None:
+    """Catches an order by name: r10 sorts before r9."""
+    ledger = open_ledger(tmp_path, 4, 4)
+    run_job(ledger, make_rows(4))
+    first = json.loads(ledger.marker_path(ledger.shards[0]).read_text())
+    for number in (1, 9, 10):
+        path = tmp_path / "_state" / "shards" / f"shard-00000.r{number}.json"
+        path.write_text(json.dumps(first | {"num_ok": number}))
+    marker = ledger.marker(ledger.shards[0])
+    assert marker is not None
+    assert marker.num_ok == ledger.markers()[0].num_ok == 10
+    assert ledger.published() == {0}
+    assert ledger.next_number(ledger.shards[0]) == 11
 
 
 def test_when_the_state_is_deleted_nothing_is_made_again(tmp_path: Path) -> None:
@@ -177,3 +197,24 @@ def test_scanning_2000_markers_is_quick(tmp_path: Path, capsys: pytest.CaptureFi
             f"\n2000 markers: listed in {listed - started:.3f} s, "
             f"read in {time.perf_counter() - listed:.3f} s"
         )
+
+
+def test_leftovers_are_deleted_but_nothing_that_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a clean-up that takes the files of a winner that has not moved them yet."""
+    rows = make_rows(4)
+    run_job(open_ledger(tmp_path, 4, 2), rows, failing={(0, 0): "nan"})
+    ledger = open_ledger(tmp_path, 4, 2)
+    for name in ("shard-00000.r1.000003-0a1b2c3d", "shard-00001.r1.000003-0a1b2c3d"):
+        (ledger.publications.staged / name).mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Publications, "move", lambda *_: None)
+        run_job(ledger, rows, retry_failed=True)
+    ledger.clear_leftovers(ledger.shards)
+    (kept,) = ledger.publications.staged.iterdir()
+    assert kept.name.startswith("shard-00000.r1.")
+    assert sorted(path.name.split(".")[0] for path in kept.iterdir()) == ["images", "marker", "metrics"]
+    open_ledger(tmp_path, 4, 2)
+    assert verify(tmp_path, num_threads=1).ok
+    assert list(ledger.scratch.iterdir()) == []

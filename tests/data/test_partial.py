@@ -10,6 +10,7 @@ from offline_diffusion.data.partial import (
     PartialWriter,
     Record,
     new_partial_path,
+    newest_generation,
     partial_paths,
     read_record,
     scan_partials,
@@ -103,10 +104,11 @@ def test_a_record_that_changed_since_is_refused(tmp_path: Path) -> None:
 
 def test_every_attempt_has_its_own_file_and_the_newest_sorts_last(tmp_path: Path) -> None:
     paths = []
-    for _ in range(12):
-        paths.append(new_partial_path(tmp_path, "shard-00004"))
+    for generation in range(12):
+        assert newest_generation(tmp_path, "shard-00004") == generation - 1
+        paths.append(new_partial_path(tmp_path, "shard-00004", generation))
         write(paths[-1], [])
-    write(new_partial_path(tmp_path, "shard-00040"), [])
+    write(new_partial_path(tmp_path, "shard-00040", 40), [])
     assert partial_paths(tmp_path, "shard-00004") == paths
     with pytest.raises(FileExistsError):
         PartialWriter(paths[0])

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from manifest_fakes import opened, scan_peak_mib, write_jsonl
 
-from offline_diffusion.data import scan as scan_module
 from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault
 from offline_diffusion.data.scan import (
     COSTS_FILE,

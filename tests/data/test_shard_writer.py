@@ -23,13 +23,16 @@ from output_fakes import (
 )
 
 from offline_diffusion.data import tables
+from offline_diffusion.data.files import link_file
 from offline_diffusion.data.ledger import Ledger
-from offline_diffusion.data.partial import Record
+from offline_diffusion.data.partial import Record, partial_paths, scan_partials
+from offline_diffusion.data.publication import Publications, ShardLostError
+from offline_diffusion.data.quick_check import find_broken
 from offline_diffusion.data.record import make_record
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
 from offline_diffusion.data.shard_images import SlotTable
 from offline_diffusion.data.shard_writer import ShardWriter
-from offline_diffusion.errors import JobError
+from offline_diffusion.errors import DiskFullError, JobError, JobInterrupted
 
 Rows = list[ManifestRow | RowFault]
 
@@ -39,6 +42,7 @@ def open_writer(ledger: Ledger, rows: Rows, *, retry_failed: bool = False, shard
         ledger,
         ledger.shards[shard],
         rows,
+        number=ledger.next_number(ledger.shards[shard]),
         task=3,
         worker="host:1",
         image_format="png",
@@ -240,13 +244,14 @@ def test_the_newest_owner_alone_publishes(tmp_path: Path) -> None:
     for image in all_images(rows):
         zombie.append(to_record(rows, image))
     owner = open_writer(ledger, rows)
-    with pytest.raises(JobError, match="taken over by another process"):
+    with pytest.raises(ShardLostError):
         zombie.publish()
     assert ledger.published() == set()
     assert owner.complete
     owner.publish()
+    assert list(ledger.partials.iterdir()) == []
     before = (tmp_path / "images" / "shard-00000.parquet").read_bytes()
-    with pytest.raises(JobError, match="taken over by another process"):
+    with pytest.raises(ShardLostError):
         zombie.publish()
     assert (tmp_path / "images" / "shard-00000.parquet").read_bytes() == before
     assert ledger.published() == {0}
@@ -316,7 +321,7 @@ def test_images_are_stored_as_they_are_and_the_rest_compressed(tmp_path: Path) -
     assert columns["row"].statistics.max == 2
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["write", "fsync", "mkdir", "link"])
 def test_a_full_disk_is_an_error_that_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -332,10 +337,11 @@ def test_a_full_disk_is_an_error_that_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
-        with pytest.raises(JobError, match="No space left") as caught:
+        with pytest.raises((JobError, JobInterrupted), match="No space left") as caught:
             finish(writer, to_record(rows, images[2]))
     assert "free some space" in (caught.value.hint or "")
     assert ledger.published() == set()
+    assert list((ledger.state / "staged").iterdir()) == []
     again = open_writer(ledger, rows)
     assert {(0, 0), (1, 0)} <= again.finished
     for image in images:
@@ -343,3 +349,163 @@ def test_a_full_disk_is_an_error_that_loses_nothing(
     again.publish()
     assert [row["row"] for row in read_table(tmp_path, "images")] == [0, 1, 2]
     assert list(ledger.scratch.iterdir()) == []
+
+
+def no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_is_full_after_the_commit_leaves_a_published_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a writer that throws away, or writes anew, what it has committed."""
+    ledger = open_ledger(tmp_path, 2, 4)
+    rows = make_rows(2)
+    writer = open_writer(ledger, rows)
+    for image in all_images(rows):
+        writer.append(to_record(rows, image))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", no_space)
+        with pytest.raises(DiskFullError):
+            writer.publish()
+    assert ledger.published() == {0}
+    assert not (tmp_path / "images" / "shard-00000.parquet").exists()
+    (staged,) = (ledger.state / "staged").iterdir()
+    inode = (staged / "images.shard-00000.parquet").stat().st_ino
+    writer.publish()
+    assert (tmp_path / "images" / "shard-00000.parquet").stat().st_ino == inode
+    assert list((ledger.state / "staged").iterdir()) == []
+
+
+def test_after_a_torn_record_the_next_goes_into_a_fresh_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an append after a torn record: a reader stops at the tear and would never see it."""
+    ledger = open_ledger(tmp_path, 3, 4)
+    rows = make_rows(3)
+    records = [to_record(rows, image) for image in all_images(rows)]
+    writer = open_writer(ledger, rows)
+    writer.append(records[0])
+    real, written = os.write, 0
+
+    def short(fd: int, data: memoryview) -> int:
+        nonlocal written
+        if written:
+            no_space()
+        written = real(fd, memoryview(data)[:100])
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", short)
+        for _ in range(3):
+            with pytest.raises(DiskFullError):
+                writer.append(records[1])
+    assert written == 100
+    writer.append(records[1])
+    writer.append(records[2])
+    writer.close()
+    paths = partial_paths(ledger.partials, "shard-00000")
+    assert len(paths) == 2
+    assert sorted(record.row for _, record in scan_partials(paths)) == [0, 1, 2]
+    assert open_writer(ledger, rows).complete
+
+
+def test_of_two_publications_with_one_number_one_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both owners pass every check, so only the marker decides. Catches a commit that replaces, and one that
+    takes the next free number."""
+    ledger = open_ledger(tmp_path, 2, 4)
+    rows = make_rows(2)
+    monkeypatch.setattr(ShardWriter, "_check_owner", lambda self: None)
+    writers = [open_writer(ledger, rows), open_writer(ledger, rows)]
+    for writer in writers:
+        for image in all_images(rows):
+            writer.append(to_record(rows, image))
+    writers[0].publish()
+    stamps = {path: path.stat() for path in tmp_path.rglob("*.parquet")}
+    with pytest.raises(ShardLostError):
+        writers[1].publish()
+    writers[1].forget()
+    assert {path: path.stat() for path in tmp_path.rglob("*.parquet")} == stamps
+    assert list((ledger.state / "staged").iterdir()) == list(ledger.partials.iterdir()) == []
+
+
+def test_without_hard_links_a_marker_is_created_exclusively(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    ledger = open_ledger(tmp_path, 2, 4)
+    publish_all(ledger, make_rows(2))
+    marker = ledger.marker(ledger.shards[0])
+    assert marker is not None
+    assert marker.num_ok == 2
+    assert not link_file(ledger.marker_path(ledger.shards[0]), ledger.marker_path(ledger.shards[0]))
+
+
+def test_a_link_that_was_made_but_told_as_failed_is_won(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does when an answer was lost and the request is repeated."""
+    real = os.link
+
+    def twice(source: Path, target: Path) -> None:
+        real(source, target)
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    ledger = open_ledger(tmp_path, 2, 4)
+    publish_all(ledger, make_rows(2))
+    assert [row["row"] for row in read_table(tmp_path, "images")] == [0, 1]
+
+
+def test_a_generation_can_be_given(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 1, 1)
+    rows = make_rows(1)
+    options = {"number": 0, "task": 0, "worker": "w", "image_format": "png"}
+    old = ShardWriter(ledger, ledger.shards[0], rows, generation=4, **options)
+    assert [path.name.split("-")[1] for path in ledger.partials.iterdir()] == ["00000.000004"]
+    ShardWriter(ledger, ledger.shards[0], rows, generation=7, **options).close()
+    old.append(to_record(rows, make_images(rows[0])[0]))
+    with pytest.raises(ShardLostError):
+        old.publish()
+
+
+def test_a_commit_that_was_done_but_told_as_failed_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a writer that deletes its staged files then: the shard would be published without any."""
+    real = os.link
+
+    def done_and_failed(source: Path, target: Path) -> None:
+        real(source, target)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    ledger = open_ledger(tmp_path, 2, 4)
+    monkeypatch.setattr(os, "link", done_and_failed)
+    publish_all(ledger, make_rows(2))
+    assert ledger.published() == {0}
+    assert [row["row"] for row in read_table(tmp_path, "images")] == [0, 1]
+
+
+def test_a_winner_that_comes_late_moves_nothing_after_the_next_publication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its marker is damaged, so nobody rolls it forward. Catches a next one that leaves its files there."""
+    ledger, rows, late = open_ledger(tmp_path, 2, 4), make_rows(2), []
+    real = Publications.move
+    with monkeypatch.context() as patch:
+        patch.setattr(Publications, "move", lambda *arguments: late.append(arguments))
+        publish_all(ledger, rows)
+    ledger.marker_path(ledger.shards[0]).write_text("")
+    assert find_broken(ledger, ledger.shards) == {0: "its marker shard-00000.json is damaged"}
+    publish_all(ledger, rows)
+    stamps = {path: path.stat() for path in tmp_path.rglob("*.parquet")}
+    assert len(stamps) == 2
+    for arguments in late:
+        real(*arguments)
+    assert {path: path.stat() for path in tmp_path.rglob("*.parquet")} == stamps
+    assert list((ledger.state / "staged").iterdir()) == []

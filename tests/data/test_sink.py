@@ -22,6 +22,7 @@ from output_fakes import (
     make_rows,
     open_ledger,
     read_table,
+    rows_of,
     run_job,
 )
 
@@ -233,33 +234,6 @@ def test_bytes_are_bounded_but_one_large_image_still_goes(
     assert len(read_table(tmp_path, "images")) == 3
 
 
-def test_a_full_disk_stops_the_job_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = open_ledger(tmp_path, 50, 50)
-    rows = make_rows(50)
-    images = all_images(rows)
-    sink = Sink(ledger, max_pending=2)
-    sink.open_shard(ledger.shards[0], rows)
-    real = os.write
-
-    def full(fd: int, data: memoryview) -> int:
-        if memoryview(data).nbytes > 500:  # an image's record
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(fd, data)
-
-    sink.submit(0, images[0], make_output(images[0]))
-    sink.drain()
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(JobError, match="No space left") as caught:
-        submit_all(sink, images[1:])
-    assert "same command" in (caught.value.hint or "")
-    sink.close(abandon=True)  # the error was told already
-    monkeypatch.undo()
-    drawn: list[tuple[int, int]] = []
-    run_job(open_ledger(tmp_path, 50, 50), rows, drawn=drawn)
-    assert (0, 0) not in drawn
-    assert len(read_table(tmp_path, "images")) == 50
-
-
 def test_closing_tells_an_error_that_nobody_has_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = open_ledger(tmp_path, 2, 2)
     rows = make_rows(2)
@@ -302,3 +276,48 @@ def test_the_same_run_gives_the_same_pictures_with_many_threads(tmp_path: Path) 
         for index, image in work:
             sink.submit(index, image, make_output(image))
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_a_shard_that_another_process_took_is_left_to_it(tmp_path: Path) -> None:
+    """Catches a loser that ends its job, or that publishes all the same."""
+    rows = make_rows(6)
+    ledger = open_ledger(tmp_path, 6, 2)
+    lines: list[str] = []
+    with Sink(ledger, say=lines.append) as sink:
+        for shard in ledger.shards:
+            sink.open_shard(shard, rows_of(rows, shard))
+        sink.submit(0, all_images(rows)[0], make_output(all_images(rows)[0]))
+        sink.drain()
+        with Sink(Ledger(tmp_path)) as other:
+            assert other.open_shard(ledger.shards[0], rows[:2]) == {(0, 0)}
+            other.submit(0, all_images(rows)[1], make_output(all_images(rows)[1]))
+        stamps = {path: path.stat() for path in tmp_path.rglob("*.parquet")}
+        assert len(stamps) == 2
+        for image in all_images(rows)[1:]:
+            sink.submit(image.row // 2, image, make_output(image))
+            sink.drain()
+            sink.submit(0, all_images(rows)[1], make_output(all_images(rows)[1]))  # late: dropped
+    assert lines == ["shard 0 was published or taken over by another process: left to it"]
+    assert (sink.progress.num_shards, sink.progress.num_lost_shards) == (2, 1)
+    assert ledger.published() == {0, 1, 2}
+    assert {path: path.stat() for path in stamps} == stamps
+    assert [row["row"] for row in read_table(tmp_path, "images")] == list(range(6))
+    assert list(ledger.partials.iterdir()) == []
+
+
+def test_what_an_owner_may_still_read_is_left_to_it(tmp_path: Path) -> None:
+    """A loser whose shard is not published yet keeps its partial: the owner took its images from there."""
+    rows = make_rows(2)
+    ledger = open_ledger(tmp_path, 2, 2)
+    with Sink(ledger) as sink:
+        sink.open_shard(ledger.shards[0], rows)
+        sink.submit(0, all_images(rows)[0], make_output(all_images(rows)[0]))
+        sink.drain()
+        owner = Sink(ledger)
+        assert owner.open_shard(ledger.shards[0], rows) == {(0, 0)}
+        sink.submit(0, all_images(rows)[1], make_output(all_images(rows)[1]))
+        sink.drain()
+        assert sink.progress.num_lost_shards == 1
+        owner.submit(0, all_images(rows)[1], make_output(all_images(rows)[1]))
+        owner.close()
+    assert [row["row"] for row in read_table(tmp_path, "images")] == [0, 1]

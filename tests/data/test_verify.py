@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from output_fakes import make_rows, open_ledger, run_job
 
-from offline_diffusion.data.verify import verify, verify_shards
+from offline_diffusion.data.ledger import Ledger
+from offline_diffusion.data.publication import Publications
+from offline_diffusion.data.verify import redo_hint, verify, verify_shards
 from offline_diffusion.errors import JobError
 
 
@@ -188,3 +190,57 @@ def test_other_columns_are_seen(out: Path) -> None:
 def test_not_an_output_folder(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="not an output folder"):
         verify(tmp_path)
+
+
+@pytest.fixture
+def unmoved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A retry of shard 0 was committed by a process that died before it moved the files."""
+    out, rows = tmp_path / "unmoved", make_rows(6, images=2, faults=(4,))
+    run_job(open_ledger(out, 6, 3), rows, failing={(1, 1): "nan"})
+    monkeypatch.setattr(Publications, "move", lambda *_: None)
+    run_job(open_ledger(out, 6, 3), rows, retry_failed=True)
+    monkeypatch.undo()
+    return out
+
+
+def test_a_committed_shard_is_read_where_its_files_are(unmoved: Path) -> None:
+    report = verify(unmoved, num_threads=2)
+    assert (report.problems, report.pending, report.unmoved) == ([], [], [0, 1])
+    assert not report.finished
+    assert report.num_images == 10  # one more than are in the tables yet
+    (staged,) = (unmoved / "_state" / "staged").glob("shard-00000.r1.*")
+    (staged / "images.shard-00000.parquet").unlink()
+    assert "images/shard-00000.parquet: has" in reasons(unmoved)[0]  # the old file is not the committed one
+
+
+def test_the_next_run_puts_a_committed_shard_into_its_place(unmoved: Path) -> None:
+    open_ledger(unmoved, 6, 3)
+    report = verify(unmoved, num_threads=2)
+    assert (report.problems, report.pending, report.unmoved, report.num_leftovers) == ([], [], [], 0)
+    assert report.num_images == pq.read_table(unmoved / "images").num_rows == 10
+    assert not (unmoved / "failures" / "shard-00000.parquet").exists()
+
+
+def test_staged_leftovers_are_counted_and_no_fault(out: Path) -> None:
+    folder = out / "_state" / "staged" / "shard-00000.r1.000003-0a1b2c3d"
+    folder.mkdir()
+    (folder / "images.shard-00000.parquet").write_bytes(b"torn")
+    report = verify(out)
+    assert (report.problems, report.unmoved, report.num_leftovers) == ([], [], 1)
+    assert report.finished
+
+
+def test_of_several_markers_the_last_one_counts(out: Path) -> None:
+    """Catches a check against a marker that was superseded, and a hint that leaves one of them."""
+    folder = out / "_state" / "shards"
+    shutil.copy(folder / "shard-00000.json", folder / "shard-00000.r1.json")
+    values = json.loads((folder / "shard-00000.json").read_text())
+    values["files"][0]["num_bytes"] += 1
+    (folder / "shard-00000.json").write_text(json.dumps(values))
+    assert reasons(out) == []
+    (folder / "shard-00000.r2.json").write_text(json.dumps(values))
+    (reason,) = reasons(out)
+    assert "published were" in reason
+    hint = redo_hint(Ledger(out), [0])
+    assert hint is not None
+    assert [f"shard-00000{name}.json" in hint for name in ("", ".r1", ".r2")] == [True] * 3

@@ -126,7 +126,7 @@ class _Lookahead:
             yield self._ahead[index][2]
 
     def take(self, count: int) -> bytes:
-        return b"".join(self._ahead.popleft()[1] for _ in range(count))
+        return b"".join(self._ahead.popleft()[2] for _ in range(count))
 
 
 def _quoted(whole: bytes, lines: _Lookahead, delimiter: str) -> list[str] | BrokenRecord:
