@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -58,10 +59,11 @@ def missing_programs() -> list[str]:
 
 
 class Task(NamedTuple):
-    """An array's task as ``squeue`` knows it: ``state`` is Slurm's word, ``restarts`` its count."""
+    """An array's task as Slurm knows it."""
 
-    state: str
+    state: str  # in Slurm's words
     restarts: int
+    exit_code: int
 
 
 class Cluster:
@@ -146,6 +148,19 @@ class Cluster:
         assert done.returncode == 0, f"{args}: {done.stderr}"
         return done.stdout.strip()
 
+    def task(self, array: str, index: int) -> Task:
+        shown = self.run("scontrol", "--oneliner", "show", "job", f"{array}_{index}")
+        words = dict(re.findall(r"(JobState|Restarts|ExitCode)=(\S+)", shown))
+        return Task(words["JobState"], int(words["Restarts"]), int(words["ExitCode"].partition(":")[0]))
+
+    def wait_for_end(self, array: str, seconds: float) -> None:
+        """Waits until no task of an array is queued or running."""
+
+        def queue() -> str:
+            return self.run("squeue", "--noheader", "--array", "--format=%i %T %r %S", f"--jobs={array}")
+
+        wait_until(lambda: not queue(), seconds, queue)
+
     def _asked(self, *args: str) -> str:
         return self._call(*args).stdout.strip()
 
@@ -156,12 +171,22 @@ class Cluster:
         )
 
     def _wait(self, condition: Callable[[], object], otherwise: str) -> None:
-        end = time.monotonic() + 30
-        while not condition():
-            logs = "\n".join(path.read_text() for path in self.folder.glob("*.out"))
-            assert time.monotonic() < end, f"{otherwise}:\n{logs}"
-            assert all(daemon.poll() is None for daemon in self._daemons), f"a daemon has ended:\n{logs}"
-            time.sleep(0.1)
+        def logs() -> str:
+            return otherwise + "\n" + "\n".join(path.read_text() for path in self.folder.glob("*.out"))
+
+        def check() -> object:
+            assert all(daemon.poll() is None for daemon in self._daemons), f"a daemon has ended: {logs()}"
+            return condition()
+
+        wait_until(check, 30, logs)
+
+
+def wait_until(condition: Callable[[], object], seconds: float, say: Callable[[], str]) -> None:
+    """Waits until ``condition()`` holds; AssertionError with ``say()`` after so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not in {seconds:.0f} s: {say()}"
+        time.sleep(0.1)
 
 
 def _free_port() -> int:
