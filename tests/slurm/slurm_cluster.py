@@ -49,7 +49,10 @@ SlurmdParameters=config_overrides
 KillWait=30
 MinJobAge=3600
 NodeName=node NodeHostname={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=8000 State=UNKNOWN
-PartitionName=all Nodes=node Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=node Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=node MaxTime=INFINITE State=UP PriorityTier=2
 """
 
 

@@ -1,9 +1,9 @@
-"""The batch script under Slurm itself, with a stand-in for ``offdiff run``: who is told what, and who comes back."""
+"""The batch script under Slurm, with a stand-in for ``offdiff run``: who is told what, and who comes back."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,8 @@ from offline_diffusion.cli.main import main
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
 # One array for everything, since Slurm takes its time: the index of a task says what it meets.
-FAILS, STOPS_ITSELF, CANCELLED, OUT_OF_TIME, WARNED, REQUEUED, NO_COMMANDS = range(7)
+CANCELLED, OUT_OF_TIME, WARNED, REQUEUED, FAILS, STOPS_ITSELF, NO_COMMANDS = range(7)
+NAME = "a \"b\" 'c' \\d $(id) #"
 ONE_START = {FAILS, CANCELLED, NO_COMMANDS}
 
 # Writes what it meets to a file a task: a line for its start, and one for each signal.
@@ -47,9 +48,9 @@ time.sleep(150)
 
 
 class Array:
-    """The array of this module, in a folder whose name is no word."""
+    """An array of stand-ins, submitted from a folder with a name that is no word."""
 
-    def __init__(self, folder: Path, cluster: Cluster) -> None:
+    def __init__(self, folder: Path, cluster: Cluster, *flags: str) -> None:
         self.folder, self.cluster = folder, cluster
         self.end_time = ""  # of the task OUT_OF_TIME, as squeue shows it before it is changed
         (folder / "bin").mkdir(parents=True)
@@ -57,14 +58,17 @@ class Array:
         (folder / "bin" / "offdiff").chmod(0o755)
         (folder / "a 'job'.yaml").write_text("manifests: m.jsonl\nout: out 'x' %A $(touch pwned)\n")
         command = [
-            "submit", "slurm", "a 'job'.yaml", "--array=7", "--time=20", "--job-name", "a \"b\" 'c' \\d $(id) #",
-            "--setup", 'PATH="$PWD/bin:$PATH"',
-            "--setup", f'[ "$SLURM_ARRAY_TASK_ID" -ne {NO_COMMANDS} ] || PATH="$PWD/bin"',
-            "--submit",
-        ]  # fmt: skip
-        result = CliRunner(env=cluster.environ).invoke(main, command)
+            *("submit", "slurm", "a 'job'.yaml", "--submit", "--time=20", "--setup", 'PATH="$PWD/bin:$PATH"'),
+            *("--setup", f'[ "$SLURM_ARRAY_TASK_ID" -ne {NO_COMMANDS} ] || PATH="$PWD/bin"'),
+            *flags,
+        ]
+        with contextlib.chdir(folder):
+            result = CliRunner(env=cluster.environ).invoke(main, command)
         assert result.exit_code == 0, result.stderr
         self.id = result.stdout.strip()
+
+    def wait_for_starts(self, count: int) -> None:
+        wait_until(lambda: all(map(self.events, range(count))), 30, lambda: self.cluster.run("squeue"))
 
     def task(self, index: int) -> Task:
         return self.cluster.task(self.id, index)
@@ -84,14 +88,8 @@ class Array:
 def array(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Array:
     """An array to whose tasks everything has happened, at its end."""
     folder = tmp_path_factory.mktemp("slurm") / "it's $(touch pwned) here"
-    folder.mkdir()
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        array = Array(folder, cluster)
-    finally:
-        os.chdir(before)
-    wait_until(lambda: all(array.events(i) for i in range(7)), 30, lambda: cluster.run("squeue"))
+    array = Array(folder, cluster, "--array=7", "--job-name", NAME)
+    array.wait_for_starts(7)
     array.end_time = cluster.run("squeue", "--noheader", "--format=%e", f"--jobs={array.id}_{OUT_OF_TIME}")
     cluster.run("scancel", f"{array.id}_{CANCELLED}")
     cluster.run("scontrol", "update", f"JobId={array.id}_{OUT_OF_TIME}", "TimeLimit=1")
@@ -109,7 +107,9 @@ def test_the_exit_code_of_the_worker_is_the_tasks(array: Array) -> None:
     ("index", "signals"),
     [(STOPS_ITSELF, []), (OUT_OF_TIME, ["SIGUSR1"]), (WARNED, ["SIGTERM"]), (REQUEUED, ["SIGTERM"])],
 )
-def test_a_task_that_stopped_in_good_order_comes_back_once(array: Array, index: int, signals: list[str]) -> None:
+def test_a_task_that_stopped_in_good_order_comes_back_once(
+    array: Array, index: int, signals: list[str]
+) -> None:
     assert array.task(index) == Task("COMPLETED", 1, 0)
     assert array.signals(index) == signals
     assert [event["restarts"] for event in array.events(index) if "restarts" in event] == [0, 1]
@@ -139,10 +139,20 @@ def test_a_task_knows_when_its_time_is_up(array: Array) -> None:
 def test_names_are_taken_as_they_are(array: Array, cluster: Cluster) -> None:
     assert array.events(FAILS)[0]["argv"] == ["run", "--job", "a 'job'.yaml"]
     shown = cluster.run("squeue", "--states=all", "--noheader", "--format=%j", f"--jobs={array.id}_{FAILS}")
-    assert shown == "a \"b\" 'c' \\d $(id) #"
+    assert shown == NAME
     assert list(array.folder.glob("**/pwned")) == []
 
 
 def test_logs_of_all_starts_are_kept(array: Array) -> None:
     assert "start 0\n" in array.log(STOPS_ITSELF)
     assert array.log(STOPS_ITSELF).endswith("start 1\n")
+
+
+def test_a_preempted_task_comes_back_once(cluster: Cluster, tmp_path: Path) -> None:
+    array = Array(tmp_path / "job", cluster, "--array=1", "--cpus-per-task=8")
+    array.wait_for_starts(1)
+    cluster.run("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=true")
+    wait_until(lambda: array.task(0).restarts, 60, lambda: cluster.run("squeue"))
+    cluster.wait_for_end(array.id, 60)
+    assert array.task(0) == Task("COMPLETED", 1, 0)
+    assert array.signals(0) == ["SIGTERM"]
