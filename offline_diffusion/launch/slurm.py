@@ -167,7 +167,7 @@ if [ -z "${{SLURM_JOB_END_TIME:-}}" ]; then
 fi
 
 # Near the time limit Slurm signals this shell alone; to cancel or preempt, every process.
-trap 'kill -USR1 "$worker"' USR1
+trap 'kill -USR1 $!' USR1
 trap : TERM
 {command} &
 worker=$!

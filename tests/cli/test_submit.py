@@ -7,10 +7,12 @@ import re
 import shlex
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 from offline_diffusion.cli.main import main
+from offline_diffusion.cli.submit import command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,3 +119,14 @@ def test_the_example_is_what_the_command_in_it_writes(
     result = CliRunner().invoke(main, [*shlex.split(shown[0]), "-o", shown[1]])
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / shown[1]).read_text() == (ROOT / "jobs/slurm/array.sbatch").read_text()
+
+
+def test_the_help_is_whole() -> None:
+    assert isinstance(command, click.Group)
+    slurm = command.commands["slurm"]
+    assert all(option.help for option in slurm.params if isinstance(option, click.Option))
+    lines = (slurm.help or "").partition("Example:")[2].strip().splitlines()
+    for line in lines:
+        context = slurm.make_context("slurm", shlex.split(line)[3:])
+        assert (ROOT / context.params["job_file"]).exists()
+    assert len(lines) == 2
