@@ -229,17 +229,22 @@ def make_job_config(
         ConfigError: A key is unknown or a value is not allowed.
     """
     given = {key: value for key, value in values.items() if value is not None}
-    return _make(JobConfig, given, source, spelling)
+    return make_options(JobConfig, given, source=source, spelling=spelling)
 
 
 def make_engine_config(values: Mapping[str, Any], *, source: str = "options") -> EngineConfig:
     """Builds the options of an engine alone; see `make_job_config`."""
-    return _make(EngineConfig, values, source)
+    return make_options(EngineConfig, values, source=source)
 
 
-def _make(
-    options: type[GroupT], values: Mapping[str, Any], source: str, spelling: Mapping[str, str] | None = None
+def make_options(
+    options: type[GroupT],
+    values: Mapping[str, Any],
+    *,
+    source: str = "options",
+    spelling: Mapping[str, str] | None = None,
 ) -> GroupT:
+    """Builds any group of options; see `make_job_config`."""
     check_option_names(values, source=source, options=options)
     try:
         return options(**values)

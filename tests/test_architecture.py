@@ -23,6 +23,7 @@ WITHOUT_TORCH = (
     "data",
     "engine.scheduler",
     "engine.cost",
+    "launch",
     "cli",
 )
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "Say what a job would cost, without running it.",
     "status": "Show how far a job is, from its output folder alone.",
     "verify": "Read every shard again and check that nothing is broken, missing or twice.",
+    "submit": "Write a job as a batch script for a cluster, and submit it.",
     "models": "List the model families and the backends that work here.",
 }
 """Command → its line in ``offdiff --help``. Its module is imported only when it is invoked."""

@@ -263,23 +263,17 @@ def slurm_time_left(environ: Mapping[str, str], *, now: float) -> float | None:
 def slurm_task(environ: Mapping[str, str], num_tasks: int | None) -> dict[str, int]:
     """``num_tasks`` and ``task_index`` of a Slurm array element; empty outside an array.
 
+    They only say with which shards a task begins, so any array will do: one with gaps, a part of an
+    earlier one, one of another length. Elements that come to one index share its shards.
+
     Args:
         environ: Holds Slurm's variables.
         num_tasks: What the user asked for, if anything.
-
-    Raises:
-        ConfigError: The array's indices do not number the tasks: it has gaps or another length.
     """
     names = ("SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN")
     if any(not environ.get(name, "").isdecimal() for name in names):
         return {}
     count, task_id, first = (int(environ[name]) for name in names)
-    index, rest = divmod(task_id - first, int(environ.get("SLURM_ARRAY_TASK_STEP") or 1))
-    if rest or index >= count or num_tasks not in (None, count):
-        asked = f" and --num-tasks is {num_tasks}" if num_tasks is not None else ""
-        raise ConfigError(
-            f"Slurm array element {task_id} of {count} elements from {first} on{asked}: "
-            "which task this is cannot be told",
-            hint="give both --num-tasks and --task-index",
-        )
-    return {"num_tasks": count, "task_index": index}
+    count = num_tasks or count
+    position = (task_id - first) // int(environ.get("SLURM_ARRAY_TASK_STEP") or 1)
+    return {"num_tasks": count, "task_index": position % count}

@@ -196,7 +196,7 @@ def test_an_unknown_option_is_a_usage_error() -> None:
     assert "--max-num-seqs" in result.stderr
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").rglob("*.yaml")), ids=lambda path: path.name)
 def test_example_jobs_are_valid_and_name_files_that_are_there(path: Path) -> None:
     from offline_diffusion.config import make_job_config, read_job_file
 
@@ -206,9 +206,12 @@ def test_example_jobs_are_valid_and_name_files_that_are_there(path: Path) -> Non
 
 
 def test_job_file_comments_name_real_options() -> None:
-    for path in (ROOT / "jobs").glob("*.yaml"):
+    for path in (ROOT / "jobs").rglob("*.yaml"):
         for flag in re.findall(r"(--[a-z-]+)", path.read_text()):
             params = [param for name in COMMANDS for param in get_command(name).params]
+            submit = get_command("submit")
+            assert isinstance(submit, click.Group)
+            params += [param for command in submit.commands.values() for param in command.params]
             assert flag == "--help" or any(
                 flag in (*param.opts, *param.secondary_opts) for param in params
             ), flag

@@ -145,16 +145,19 @@ def test_given_tasks_beat_slurm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "args"),
+    ("changed", "args", "expected"),
     [
-        ({"SLURM_ARRAY_TASK_ID": "17"}, []),
-        ({"SLURM_ARRAY_TASK_ID": "15", "SLURM_ARRAY_TASK_STEP": "2"}, []),
-        ({}, ["--num-tasks", "9"]),
+        ({"SLURM_ARRAY_TASK_ID": "17"}, [], (4, 3)),  # --array=10,12,13,17
+        ({"SLURM_ARRAY_TASK_ID": "15", "SLURM_ARRAY_TASK_STEP": "2"}, [], (4, 2)),
+        ({}, ["--num-tasks", "9"], (9, 2)),
+        ({}, ["--num-tasks", "2"], (2, 0)),
     ],
 )
-def test_an_array_that_numbers_no_tasks_is_refused(changed: dict[str, str], args: list[str]) -> None:
-    with pytest.raises(ConfigError, match="give both --num-tasks and --task-index"):
-        parse(["m", "--out", "o", *args], SLURM | changed)
+def test_an_array_with_gaps_or_of_another_length_will_do(
+    changed: dict[str, str], args: list[str], expected: tuple[int, int]
+) -> None:
+    config = parse(["m", "--out", "o", *args], SLURM | changed)
+    assert (config.num_tasks, config.task_index) == expected
 
 
 def test_what_the_array_gave_is_marked() -> None:
