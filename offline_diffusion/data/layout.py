@@ -11,8 +11,8 @@ from typing import overload
 
 IMAGES, METRICS, FAILURES, STATE = "images", "metrics", "failures", "_state"
 TABLES = (IMAGES, METRICS, FAILURES)
-SHARDS, PARTIALS, SCRATCH, TASKS, PROFILE = (
-    f"{STATE}/{name}" for name in ("shards", "partial", "tmp", "tasks", "profile")
+SHARDS, PARTIALS, SCRATCH, TASKS, PROFILE, FLIGHTS, DEATHS = (
+    f"{STATE}/{name}" for name in ("shards", "partial", "tmp", "tasks", "profile", "flights", "deaths")
 )
 
 _MARKER_NAME = re.compile(r"shard-(\d{5,})\.json")
