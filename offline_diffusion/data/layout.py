@@ -11,10 +11,10 @@ from typing import overload
 
 IMAGES, METRICS, FAILURES, STATE = "images", "metrics", "failures", "_state"
 TABLES = (IMAGES, METRICS, FAILURES)
-SHARDS, PARTIALS, STEPS, SCRATCH, TASKS, PROFILE = (
-    f"{STATE}/{name}" for name in ("shards", "partial", "steps", "tmp", "tasks", "profile")
+SHARDS, PARTIALS, STAGED, STEPS, SCRATCH, TASKS, PROFILE, FLIGHTS, DEATHS = (
+    f"{STATE}/{name}"
+    for name in ("shards", "partial", "staged", "steps", "tmp", "tasks", "profile", "flights", "deaths")
 )
-STAGED = f"{STATE}/staged"
 
 _MARKER_NAME = re.compile(r"shard-(\d{5,})(?:\.r([1-9]\d*))?\.json")
 _STAGED_NAME = re.compile(r"(shard-(\d{5,}))(?:\.r([1-9]\d*))?\.\d{6,}-[0-9a-f]+")

@@ -1,0 +1,124 @@
+"""A job on a real Ray cluster of two workers on this machine, of which one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_fakes import Runner, contents, make_rows, write_jsonl
+
+from offline_diffusion.config import make_job_config
+from offline_diffusion.data.verify import verify
+from offline_diffusion.errors import JobError, JobInterrupted
+from offline_diffusion.launch.ray import run_on_ray, summaries_of
+from offline_diffusion.progress import Progress, StopFlag
+
+ray = pytest.importorskip("ray", reason="the package ray is not installed (make test-ray does)")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(280),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+    ),
+]
+
+OPTIONS = {"shard_size": 10, "max_num_seqs": 4, "height": 32, "width": 32, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": _environment()}
+    )
+    yield
+    ray.shutdown()
+
+
+def _environment() -> dict[str, str]:
+    names = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def heartbeats(out: Path) -> list[dict[str, Any]]:
+    found = []
+    for path in (out / "_state" / "tasks").glob("*.json"):
+        try:
+            found.append(json.loads(path.read_bytes()))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def run(manifest: Path, out: Path, steps: int, stop: StopFlag | None = None) -> list[dict[str, Any]]:
+    options = OPTIONS | {"manifests": [str(manifest)], "out": out, "num_inference_steps": steps}
+    seen: list[Progress] = []
+    return run_on_ray(
+        make_job_config(options),
+        num_workers=2,
+        observer=seen.append,
+        say=lambda line: None,
+        stop=stop or StopFlag(),
+    )
+
+
+def test_a_killed_worker_costs_nothing(cluster: None, tmp_path: Path) -> None:
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(60)), tmp_path / "out"
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        while True:
+            busy = [beat for beat in heartbeats(out) if beat["num_ok"] > 0]
+            if len(busy) >= 2:
+                killed.append(int(busy[0]["worker"].split(":")[1]))
+                os.kill(killed[0], signal.SIGKILL)
+                return
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=kill_one, daemon=True)
+    thread.start()
+    summaries = run(manifest, out, steps=60)
+    thread.join(5)
+    assert killed, "the job was over before a worker could be killed"
+    assert summaries
+    report = verify(out)
+    assert (report.num_problems, report.pending, report.num_images) == (0, [], 60)
+    Runner().run(manifest, tmp_path / "whole", **OPTIONS, num_inference_steps=60)
+    for ours, theirs in zip(contents(out), contents(tmp_path / "whole"), strict=True):
+        assert ours == theirs
+
+
+def test_a_stop_ends_all_workers_and_the_job_goes_on(cluster: None, tmp_path: Path) -> None:
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(40)), tmp_path / "out"
+    stop = StopFlag()
+
+    def stop_when_drawing() -> None:
+        while not any(beat["num_ok"] > 0 for beat in heartbeats(out)):
+            time.sleep(0.1)
+        stop.request("SIGTERM")
+
+    thread = threading.Thread(target=stop_when_drawing, daemon=True)
+    thread.start()
+    assert any(summary["interrupted"] for summary in run(manifest, out, steps=150, stop=stop))
+    thread.join(5)
+    run(manifest, out, steps=150)
+    assert (verify(out).num_problems, verify(out).num_images) == (0, 40)
+
+
+def test_a_missing_manifest_is_a_clear_error(cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="missing"):
+        run(tmp_path / "missing.jsonl", tmp_path / "out", steps=2)
+
+
+def test_an_error_counts_only_where_nothing_was_done() -> None:
+    error = {"error": {"exit_code": 75, "message": "stopped", "hint": None}}
+    assert summaries_of([error, {"summary": {"num_ok": 1}}]) == [{"num_ok": 1}]
+    with pytest.raises(JobInterrupted, match="stopped"):
+        summaries_of([error])
