@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
 
 from offline_diffusion.config import JobConfig
+from offline_diffusion.data.deaths import FlightLog, Suspicion, suspicions_of
 from offline_diffusion.data.layout import Shard, make_shards
 from offline_diffusion.data.manifest import Manifest
 from offline_diffusion.data.marker import Marker
+from offline_diffusion.data.partial import ImageKey
 from offline_diffusion.data.row_reader import RowReader
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowDefaults, RowFault, RowImages, resolve_row
 from offline_diffusion.data.scan import ManifestIndex
@@ -19,7 +22,8 @@ from offline_diffusion.data.shard_queue import ClaimedShard, ShardQueue
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.errors import ManifestError
 from offline_diffusion.models.capabilities import Capabilities
-from offline_diffusion.progress import Tally
+from offline_diffusion.progress import Say, Tally, plural
+from offline_diffusion.request import RequestMetrics, RequestOutput
 from offline_diffusion.step_saver import States, StepSaver
 
 if TYPE_CHECKING:
@@ -117,6 +121,9 @@ class Feed:
 
     ``pending`` are those at the engine by request id; ``num_dropped`` those it gave back undrawn.
     ``steps_before`` has for images that go on the steps of earlier runs, by request id.
+
+    An image that was in flight when a worker crashed is drawn alone, one that crashed twice not at all: see
+    `data.deaths`.
     """
 
     config: JobConfig
@@ -127,6 +134,8 @@ class Feed:
     sink: Sink
     saver: StepSaver
     queue: ShardQueue
+    flights: FlightLog
+    say: Say
     open: bool = True
     pending: dict[str, tuple[int, ImageTask]] = field(default_factory=dict)
     num_dropped: int = 0
@@ -136,14 +145,19 @@ class Feed:
         self._rows = RowReader(self.manifest, duplicates=self.index.duplicates)
         self._images: Iterator[tuple[Shard, ImageTask]] = iter(())
         self._begun: States = {}  # of the shard opened last, until they are at the engine
+        self._suspects: deque[tuple[Shard, ImageTask]] = deque()
+        self._suspect_at_engine: str | None = None
         self.tally.num_rows = self.queue.num_rows_ahead
 
     def add_to(self, engine: Engine) -> None:
         """Hands the engine the next image, or opens the next shard; closes when there is none."""
-        if (item := next(self._images, None)) is not None:
-            shard, image = item
-            self.pending[image.request.request_id] = (shard.index, image)
-            engine.add_request(image.request, self._begun.pop((image.row, image.image_index), None))
+        if self._suspects or self._suspect_at_engine in self.pending:
+            if not engine.has_unfinished:
+                shard, image = self._suspects.popleft()
+                self._suspect_at_engine = image.request.request_id
+                self._hand_over(engine, shard, image)
+        elif (item := next(self._images, None)) is not None:
+            self._hand_over(engine, *item)
         elif self.queue.is_helping and engine.num_waiting > engine.num_running:
             return  # enough to do: whoever needs the next shard first may have it
         elif (claimed := self.queue.take()) is not None:
@@ -156,6 +170,15 @@ class Feed:
         else:
             self.open = False
             engine.close_source()
+
+    def _hand_over(self, engine: Engine, shard: Shard, image: ImageTask) -> None:
+        self.pending[image.request.request_id] = (shard.index, image)
+        with self.flights.during(image.key):  # its text is read
+            engine.add_request(image.request, self._begun.pop(image.key, None))
+
+    def on_start(self, request_id: str) -> None:
+        """The engine begins with an image: it is in flight until it is handed out."""
+        self.flights.begin(self.pending[request_id][1].key)
 
     def work(self, image: ImageTask) -> float:
         """FLOPs of what an image's denoising takes in this run, its text tokens left out."""
@@ -206,7 +229,38 @@ class Feed:
             for index in range(len(images))
             if (images.row, index) not in finished and (images.row, index) not in begun
         )
-        return chain(first, others)
+        images_left = chain(first, others)
+        suspicions = suspicions_of(self.config.out, range(shard.start, shard.stop))
+        if not suspicions:
+            return images_left
+        return self._without_suspects(shard, images_left, suspicions)
+
+    def _without_suspects(
+        self, shard: Shard, images: Iterator[ImageTask], suspicions: Mapping[ImageKey, Suspicion]
+    ) -> Iterator[ImageTask]:
+        """Sets aside what is not to be drawn again, and for later what is to be drawn alone."""
+        others = []
+        for image in images:
+            suspicion = suspicions.get(image.key, Suspicion())
+            if (verdict := suspicion.verdict) is not None:
+                output = RequestOutput(
+                    image.request,
+                    "failed",
+                    None,
+                    RequestMetrics(attempts=suspicion.num_deaths),
+                    "crash",
+                    verdict,
+                )
+                self.sink.submit(shard.index, image, output)
+                self.tally.num_failed += 1
+            elif suspicion.isolate:
+                self._suspects.append((shard, image))
+            else:
+                others.append(image)
+        if self._suspects:
+            count = plural(len(self._suspects), "image")
+            self.say(f"{shard.stem}: {count} in flight when a worker died, now drawn one at a time")
+        return iter(others)
 
     def _count_begun(self, images: Sequence[ImageTask]) -> None:
         """Work that earlier runs did is none of this run's."""

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offline_diffusion.config import JobConfig
 from offline_diffusion.data.card import write_card
 from offline_diffusion.data.claims import Claims
+from offline_diffusion.data.deaths import FlightLog, forget_deaths
 from offline_diffusion.data.heartbeat import drop_old_heartbeats
 from offline_diffusion.data.layout import PROFILE
 from offline_diffusion.data.ledger import Ledger
@@ -45,6 +46,7 @@ from offline_diffusion.progress import (
 from offline_diffusion.request import RequestOutput
 from offline_diffusion.stages import NO_STAGES, Stages
 from offline_diffusion.step_saver import StepSaver, latents_shape
+from offline_diffusion.summary import JobSummary, summary_of_task
 from offline_diffusion.time_limit import REASON, TimeLimit
 
 if TYPE_CHECKING:
@@ -61,29 +63,6 @@ NUM_ENCODE_THREADS = min(8, os.cpu_count() or 1)
 MakeEngine = Callable[[JobConfig, Checkpoint], "Engine"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSummary:
-    """What a task did. Counts are of this task's share and of what else it took, earlier runs and the
-    help of other workers included; ``seconds``, ``images_per_s`` and ``cost`` are of this run, ``cost``
-    None when it drew too little to tell; ``profile`` is what ``--profile`` measured, see
-    ``engine.profile``."""
-
-    out: Path
-    num_rows: int
-    num_images: int
-    num_ok: int
-    num_failed: int
-    num_quarantined_rows: int
-    num_resumed: int
-    num_shards: int
-    seconds: float
-    images_per_s: float
-    interrupted: bool
-    warnings: list[str]
-    cost: MeasuredCost | None = None
-    profile: dict[str, Any] | None = None
-
-
 def run_task(
     config: JobConfig,
     *,
@@ -91,6 +70,7 @@ def run_task(
     stop: StopFlag | None = None,
     say: Say | None = None,
     make_engine: MakeEngine | None = None,
+    own_process: bool = False,
 ) -> JobSummary:
     """Runs what is left of one task's share, then helps with what nobody works on.
 
@@ -100,14 +80,35 @@ def run_task(
         stop: Ask for a stop through it, from any thread or signal handler.
         say: Called with lines for the user.
         make_engine: Replaces the loading of the model.
+        own_process: This process does nothing else: the traceback of a crash goes to the output folder, where
+            the next run finds it.
 
     Raises:
         JobInterrupted: Asked to stop before the manifest was read through.
         OffdiffError: The job cannot start or go on; what is finished is durable.
     """
-    task = _Task(config, observer or _ignore, stop or StopFlag(), say or _ignore, make_engine or _load_engine)
+    task = _Task(
+        config,
+        observer or _ignore,
+        stop or StopFlag(),
+        say or _ignore,
+        make_engine or _load_engine,
+        own_process,
+    )
     with task.time_limit.stopping(task.stop):
         return _run_profiled(task) if config.profile else task.run()
+
+
+def prepare_job(
+    config: JobConfig,
+    *,
+    observer: Observer | None = None,
+    stop: StopFlag | None = None,
+    say: Say | None = None,
+) -> ManifestIndex:
+    """Does once what several workers of a job would each do before they begin; see `run_task`."""
+    task = _Task(config, observer, stop, say, _load_engine)
+    return task.prepare()[-1]
 
 
 def _run_profiled(task: _Task) -> JobSummary:
@@ -146,6 +147,7 @@ class _Task:
     stop: StopFlag
     say: Say
     make_engine: MakeEngine
+    own_process: bool = False
     tally: Tally = field(default_factory=Tally)
     profiler: Profiler | None = None
     cost: MeasuredCost | None = None
@@ -159,7 +161,8 @@ class _Task:
     def stages(self) -> Stages:
         return self.profiler or NO_STAGES
 
-    def run(self) -> JobSummary:
+    def prepare(self) -> tuple[Manifest, Checkpoint, Ledger, ManifestIndex]:
+        """Reads the manifest through, unless an earlier run did, and takes the output folder for the job."""
         config = self.config
         manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
         checkpoint = find_checkpoint(config.model, config.revision)
@@ -174,6 +177,11 @@ class _Task:
             job_identity(config, checkpoint, index), allow_manifest_change=config.allow_manifest_change
         )
         index.save(index_folder)
+        return manifest, checkpoint, ledger, index
+
+    def run(self) -> JobSummary:
+        config = self.config
+        manifest, checkpoint, ledger, index = self.prepare()
         for line in broken_lines(find_broken(ledger, ledger.shards)):
             self.say(line)
         # By cost: every task comes to the same shares, and draws its own first.
@@ -188,9 +196,11 @@ class _Task:
             finished = self._work(checkpoint, manifest, index, ledger, queue)
         write_card(ledger)
         ledger.finish()
+        published = ledger.published()
+        forget_deaths(ledger.out, lambda row: row // config.shard_size in published)
         covered = sorted({*share, *queue.taken})
         kept = {number: before[number] for number in covered if number in before and number not in todo}
-        return self._summary(ledger, index, covered, kept, finished=finished)
+        return summary_of_task(ledger, index, self.tally, covered, kept, finished=finished, cost=self.cost)
 
     # --- what is to be done ------------------------------------------------------------------
 
@@ -290,6 +300,7 @@ class _Task:
         )
         drop_old_heartbeats(ledger.out, self.config.task_index, self.worker)
         self.tally = Tally()
+        flights = FlightLog(ledger.out, self.worker)
         feed = Feed(
             config=self.config,
             tally=self.tally,
@@ -299,10 +310,14 @@ class _Task:
             sink=sink,
             saver=saver,
             queue=queue,
+            flights=flights,
+            say=self.say,
         )
+        engine.on_start = feed.on_start
         finished = False
         try:
-            finished = self._loop(engine, feed, sink)
+            with flights.catching_crashes() if self.own_process else contextlib.nullcontext():
+                finished = self._loop(engine, feed, sink)
             self._report("finishing", engine)
             self.cost = measured_cost(engine)
         except (OffdiffError, OSError):  # of the manifest or the disk: the engine itself is sound
@@ -317,6 +332,7 @@ class _Task:
                     saver.close()
                 finally:
                     queue.close()
+                    flights.close()
         return finished
 
     def _loop(self, engine: Engine, feed: Feed, sink: Sink) -> bool:
@@ -360,6 +376,7 @@ class _Task:
 
     def _take(self, output: RequestOutput, feed: Feed, sink: Sink) -> None:
         shard_index, image = feed.pending.pop(output.request_id)
+        feed.flights.end(image.key)
         if output.status == "aborted":
             return
         if output.status == "ok":
@@ -385,41 +402,4 @@ class _Task:
                 num_running=engine.num_running,
                 num_waiting=engine.num_waiting,
             )
-        )
-
-    def _summary(
-        self,
-        ledger: Ledger,
-        index: ManifestIndex,
-        covered: Sequence[int],
-        kept: Mapping[int, Marker],
-        *,
-        finished: bool,
-    ) -> JobSummary:
-        """``covered``: shards of the share or taken; ``kept``: of them those finished before this run."""
-        markers, tally = ledger.markers() if len(kept) < len(covered) else kept, self.tally
-        done = [markers[number] for number in covered if number in markers]
-        num_ok = sum(marker.num_ok for marker in kept.values()) + tally.num_resumed + tally.num_ok
-        num_failed = sum(marker.num_failed for marker in kept.values()) + tally.num_failed
-        num_rows = sum(ledger.shards[number].num_rows for number in covered)
-        if finished:  # exact, from what is published
-            num_ok, num_failed = sum(m.num_ok for m in done), sum(m.num_failed for m in done)
-            num_images = num_ok + num_failed
-        else:
-            share = num_rows / max(1, index.num_rows)
-            num_images = max(num_ok + num_failed, round(index.num_images * share))
-        return JobSummary(
-            out=self.config.out,
-            num_rows=num_rows,
-            num_images=num_images,
-            num_ok=num_ok,
-            num_failed=num_failed,
-            num_quarantined_rows=sum(marker.num_invalid_rows for marker in done),
-            num_resumed=max(0, num_ok + num_failed - tally.num_finished),
-            num_shards=len(done),
-            seconds=tally.seconds,
-            images_per_s=tally.images_per_s,
-            interrupted=not finished,
-            warnings=tally.warnings(),
-            cost=self.cost,
         )

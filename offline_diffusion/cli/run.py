@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -146,7 +147,7 @@ def _run(config: JobConfig, run_task: RunTask | None, stop: StopFlag) -> JobSumm
                 f"{stop.why}: stopped before the job began", hint="the same command starts it"
             )
 
-        run_task = run_task or job.run_task
+        run_task = run_task or functools.partial(job.run_task, own_process=True)
         summary = run_task(config, observer=display.update, stop=stop, say=display.say)
     if summary.cost is not None and summary.profile is None:  # tracing takes time of its own
         remember(summary.cost, config)

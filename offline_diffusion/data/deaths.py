@@ -10,10 +10,13 @@ A SIGKILL leaves no traceback: it may be a preemption as well as a want of memor
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,10 @@ class Suspicion:
     num_kills: int = 0
     num_lone_kills: int = 0
     cause: str = ""
+
+    @property
+    def num_deaths(self) -> int:
+        return self.num_crashes + self.num_kills
 
     @property
     def isolate(self) -> bool:
@@ -86,8 +93,26 @@ class FlightLog:
         """Once the engine has handed it out."""
         self._write("-", image)
 
+    @contextmanager
+    def during(self, image: ImageKey) -> Iterator[None]:
+        """Inside, an image is in flight."""
+        self.begin(image)
+        yield
+        self.end(image)
+
     def _write(self, what: str, image: ImageKey) -> None:
-        os.write(self._fd, f"{what}{image[0]}:{image[1]}\n".encode())
+        with contextlib.suppress(OSError):  # a full disk: the job itself will tell
+            os.write(self._fd, f"{what}{image[0]}:{image[1]}\n".encode())
+
+    @contextmanager
+    def catching_crashes(self) -> Iterator[None]:
+        """Inside, a fatal signal leaves its traceback. Only for a process that has no other use for them."""
+        with open(self.crash_file, "w", encoding="utf-8") as file:
+            faulthandler.enable(file)
+            try:
+                yield
+            finally:
+                faulthandler.disable()
 
     def close(self) -> None:
         """The worker ends alive: there is nothing to tell."""
@@ -118,7 +143,7 @@ def record_death(out: Path, worker: str) -> bool:
     return bool(in_flight)
 
 
-def suspicions(out: Path, rows: range) -> dict[ImageKey, Suspicion]:
+def suspicions_of(out: Path, rows: range) -> dict[ImageKey, Suspicion]:
     """The images of ``rows`` that were in flight when a worker died."""
     crashes: Counter[ImageKey] = Counter()
     kills: Counter[ImageKey] = Counter()

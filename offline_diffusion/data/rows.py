@@ -81,6 +81,11 @@ class ImageTask:
     final_height: int
     final_width: int
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """``(row, image_index)``."""
+        return self.row, self.image_index
+
 
 @dataclass(frozen=True, slots=True)
 class RowImages:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from offline_diffusion.data.claims import Claims, Newest, OwnerWatch, Verdict
+from offline_diffusion.data.deaths import record_death
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
@@ -153,11 +154,14 @@ class ShardQueue:
         if self._seems_published(index):
             self._held.pop(index, None)
             return None
-        generation = self._next_generation(index, self._claims.newest())
+        newest = self._claims.newest()
+        generation = self._next_generation(index, newest)
         shard = self._ledger.shards[index]
         if generation is None or not self._claims.create(shard, generation):
             self._held.setdefault(index, "unsure")
             return None
+        if (owner := newest.get(index)) is not None and not owner.released:
+            record_death(self._ledger.out, self._claims.read(shard, owner.generation).worker)
         self._held.pop(index, None)
         if self._is_published(index):  # since the last look
             self._claims.remove(shard, generation)

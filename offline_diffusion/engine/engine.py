@@ -76,6 +76,8 @@ class Engine:
         self._done: list[RequestOutput] = []
         self._clock = clock
         self._generating = False
+        self.on_start: Callable[[str], None] | None = None
+        """Called with a request's id before anything of it runs on the device."""
 
     # --- requests in -------------------------------------------------------------------------
 
@@ -205,6 +207,8 @@ class Engine:
     def _prepare(self, state: RequestState) -> bool:
         if state.prepared is not None:
             return True
+        if self.on_start is not None:
+            self.on_start(state.request.request_id)
         try:
             state.prepared = self._with_memory_back(
                 lambda: self.runner.prepare(state.request, state.prompt, state.negative, state.resume)

@@ -146,7 +146,13 @@ def _work(options: dict[str, Any], number: int, board: Any) -> dict[str, Any]:
     with _reporting(number, board, stop) as reporter:
         try:
             config = make_job_config(options)
-            summary = run_task(config, observer=reporter.observe, stop=stop, say=reporter.lines.append)
+            summary = run_task(
+                config,
+                observer=reporter.observe,
+                stop=stop,
+                say=reporter.lines.append,
+                own_process=True,
+            )
         except OffdiffError as error:
             return {
                 "error": {"exit_code": error.exit_code, "message": error.message, "hint": error.hint},

@@ -13,7 +13,7 @@ from offline_diffusion.data.deaths import (
     FlightLog,
     forget_deaths,
     record_death,
-    suspicions,
+    suspicions_of,
 )
 from offline_diffusion.data.layout import DEATHS, FLIGHTS, SCRATCH
 
@@ -56,7 +56,7 @@ def test_a_real_death_leaves_what_was_in_flight(out: Path, name: str, is_crash: 
     done = subprocess.run(command, capture_output=True, check=False, timeout=60)
     assert done.returncode == -getattr(signal, name)
     assert record_death(out, "host:1:ab")
-    found = suspicions(out, ROWS)
+    found = suspicions_of(out, ROWS)
     assert set(found) == {(1, 0), (3, 1)}
     for suspicion in found.values():
         assert (suspicion.num_crashes, suspicion.num_kills) == ((1, 0) if is_crash else (0, 1))
@@ -72,14 +72,14 @@ def test_a_worker_that_ends_alive_leaves_nothing(out: Path) -> None:
     log.close()
     assert not record_death(out, "w")
     assert not list((out / FLIGHTS).iterdir())
-    assert suspicions(out, ROWS) == {}
+    assert suspicions_of(out, ROWS) == {}
 
 
 def test_two_crashes_are_the_end_and_only_of_the_image_in_both(out: Path) -> None:
     die(out, "first", (1, 0), (2, 0), crash="Fatal Python error: Aborted")
-    assert [suspicion.verdict for suspicion in suspicions(out, ROWS).values()] == [None, None]
+    assert [suspicion.verdict for suspicion in suspicions_of(out, ROWS).values()] == [None, None]
     die(out, "second", (2, 0), crash="Fatal Python error: Segmentation fault")
-    found = suspicions(out, ROWS)
+    found = suspicions_of(out, ROWS)
     assert found[1, 0].verdict is None
     assert found[2, 0].num_crashes == MAX_CRASHES
     assert "crashed 2 times" in str(found[2, 0].verdict)
@@ -89,17 +89,17 @@ def test_two_crashes_are_the_end_and_only_of_the_image_in_both(out: Path) -> Non
 def test_kills_in_company_never_set_an_image_aside(out: Path) -> None:
     for number in range(3 * MAX_KILLS):
         die(out, f"w{number}", (1, 0), (2, 0))
-    found = suspicions(out, ROWS)
+    found = suspicions_of(out, ROWS)
     assert found[1, 0].isolate
     assert found[1, 0].verdict is None
 
 
 def test_kills_of_a_lone_image_do_so_in_the_end(out: Path) -> None:
     for number in range(MAX_KILLS):
-        assert suspicions(out, ROWS).get((1, 0)) is None or suspicions(out, ROWS)[1, 0].verdict is None
+        assert suspicions_of(out, ROWS).get((1, 0)) is None or suspicions_of(out, ROWS)[1, 0].verdict is None
         die(out, f"w{number}", (1, 0))
-        assert suspicions(out, ROWS)[1, 0].isolate == (number + 1 >= KILLS_TO_ISOLATE)
-    assert f"killed {MAX_KILLS} times" in str(suspicions(out, ROWS)[1, 0].verdict)
+        assert suspicions_of(out, ROWS)[1, 0].isolate == (number + 1 >= KILLS_TO_ISOLATE)
+    assert f"killed {MAX_KILLS} times" in str(suspicions_of(out, ROWS)[1, 0].verdict)
 
 
 def test_a_death_is_counted_once_whoever_reports_it(out: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_death_is_counted_once_whoever_reports_it(out: Path) -> None:
     assert record_death(out, "w")
     log._log.write_bytes(data)  # another process had read the log before it went
     record_death(out, "w")
-    assert suspicions(out, ROWS)[1, 0].num_kills == 1
+    assert suspicions_of(out, ROWS)[1, 0].num_kills == 1
 
 
 def test_a_torn_line_and_a_damaged_record_are_left_out(out: Path) -> None:
@@ -120,15 +120,15 @@ def test_a_torn_line_and_a_damaged_record_are_left_out(out: Path) -> None:
     record_death(out, "w")
     (out / DEATHS / "x.json").write_text("{")
     (out / DEATHS / "y.json").write_text('{"crash": "", "in_flight": 3}')
-    assert set(suspicions(out, ROWS)) == {(1, 0)}
+    assert set(suspicions_of(out, ROWS)) == {(1, 0)}
 
 
 def test_other_rows_are_not_suspects_and_published_ones_are_forgotten(out: Path) -> None:
     die(out, "a", (1, 0))
     die(out, "b", (1, 0), (200, 0))
-    assert set(suspicions(out, range(200, 300))) == {(200, 0)}
+    assert set(suspicions_of(out, range(200, 300))) == {(200, 0)}
     forget_deaths(out, ROWS.__contains__)
-    assert suspicions(out, ROWS)[1, 0].num_kills == 1  # the other image of that death may still be wanted
+    assert suspicions_of(out, ROWS)[1, 0].num_kills == 1  # the other image of that death may still be wanted
     forget_deaths(out, lambda row: True)
     assert not list((out / DEATHS).iterdir())
 
