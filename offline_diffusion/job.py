@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offline_diffusion.config import LAYOUT_OPTIONS, PIXEL_OPTIONS, JobConfig
+from offline_diffusion.config import JobConfig
 from offline_diffusion.data.card import write_card
-from offline_diffusion.data.job_file import JobIdentity
 from offline_diffusion.data.layout import PROFILE, Shard, make_shards
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
@@ -26,6 +25,7 @@ from offline_diffusion.engine.cost import MeasuredCost, measured_cost
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.errors import JobInterrupted, OffdiffError
 from offline_diffusion.feed import Feed, row_defaults, with_other_faults
+from offline_diffusion.identity import job_identity
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 from offline_diffusion.progress import (
     Observer,
@@ -132,23 +132,6 @@ def _load_engine(config: JobConfig, checkpoint: Checkpoint) -> Engine:
     return Engine(load_model(config, checkpoint), config)
 
 
-def _content(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a manifest's fingerprint makes it another one; a file only moved or touched does not."""
-    files = [{key: file[key] for key in ("size", "digest")} for file in fingerprint["files"]]
-    return {**fingerprint, "files": files}
-
-
-def _compute_kind(config: JobConfig) -> dict[str, str]:
-    """What ``auto`` comes to here of everything that changes an image's last bits."""
-    from offline_diffusion.attention.backends import load_backend
-    from offline_diffusion.models.loader import resolve_device, resolve_dtype
-
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    backend, _ = load_backend(config.attention_backend, device, dtype)
-    return {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "attention_backend": backend}
-
-
 @dataclass
 class _Task:
     config: JobConfig
@@ -177,7 +160,9 @@ class _Task:
         index = self._index(manifest, index_folder)
         for note in manifest.notes:
             self.say(note)
-        ledger.open(self._identity(checkpoint, index), allow_manifest_change=config.allow_manifest_change)
+        ledger.open(
+            job_identity(config, checkpoint, index), allow_manifest_change=config.allow_manifest_change
+        )
         index.save(index_folder)
         shards = self._my_shards(index)
         before = ledger.markers()
@@ -220,21 +205,6 @@ class _Task:
 
         with self.stages.stage("scan"):
             return scan(manifest, on_row=count)
-
-    def _identity(self, checkpoint: Checkpoint, index: ManifestIndex) -> JobIdentity:
-        told_elsewhere = {"model", "revision", "map", "limit"}  # by the model's and the manifest's identity
-        names = set(PIXEL_OPTIONS + LAYOUT_OPTIONS) - told_elsewhere
-        if self.config.image_format != "jpeg":
-            names.remove("image_level")  # the others lose nothing
-        options = self.config.model_dump(mode="json", include=names) | _compute_kind(self.config)
-        return JobIdentity(
-            model=checkpoint.identity,
-            manifest=_content(index.fingerprint),
-            options=options,
-            num_rows=index.num_rows,
-            shard_size=self.config.shard_size,
-            carried_schema=index.carried_schema,
-        )
 
     def _my_shards(self, index: ManifestIndex) -> list[Shard]:
         shards = make_shards(index.num_rows, self.config.shard_size)
@@ -337,6 +307,8 @@ class _Task:
             if feed.open and not feed.num_dropped:
                 with self.stages.stage("read"):
                     feed.add_to(engine)
+        if not self.time_limit.is_known:
+            return
         for entry in list(engine.scheduler.waiting):
             if self.time_limit.is_too_late_for(entry.num_steps):
                 if not feed.num_dropped:
