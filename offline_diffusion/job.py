@@ -356,6 +356,8 @@ class _Task:
             if feed.open and not feed.num_dropped:
                 with self.stages.stage("read"):
                     feed.add_to(engine)
+        if not self.time_limit.is_known:
+            return
         for entry in list(engine.scheduler.waiting):
             if self.time_limit.is_too_late_for(entry.num_steps):
                 if not feed.num_dropped:

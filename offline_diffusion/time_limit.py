@@ -38,6 +38,11 @@ class TimeLimit:
         self._step_s: deque[float] = deque(maxlen=NUM_KNOWN)
 
     @property
+    def is_known(self) -> bool:
+        """Whether there is one."""
+        return self._end < math.inf
+
+    @property
     def seconds_left(self) -> float:
         """Until the job stops."""
         return self._end - self._clock()
@@ -45,7 +50,7 @@ class TimeLimit:
     @contextmanager
     def stopping(self, stop: StopFlag) -> Iterator[None]:
         """Inside, a request to ``stop`` comes in time, whatever the job is at, unless there was one."""
-        if self._end == math.inf:
+        if not self.is_known:
             yield
             return
         timer = threading.Timer(min(max(0.0, self.seconds_left), threading.TIMEOUT_MAX), self._ask, (stop,))
@@ -71,6 +76,6 @@ class TimeLimit:
         Until one is finished it is never too late: images longer than any time limit come on by their step
         checkpoints.
         """
-        if self._end == math.inf or not self._step_s:
+        if not self._step_s:
             return False
         return num_steps * sum(self._step_s) / len(self._step_s) > self.seconds_left

@@ -43,7 +43,7 @@ class StandInEngine:
     def has_unfinished(self) -> bool:
         return bool(self.waiting)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, resume: None) -> None:
         self.waiting.append(request)
 
     def close_source(self) -> None:
@@ -51,6 +51,9 @@ class StandInEngine:
 
     def costs(self) -> CostMeter:
         return CostMeter()  # it takes no steps
+
+    def snapshot(self) -> SimpleNamespace:
+        return SimpleNamespace(states=dict)  # nothing is ever half done
 
     def step(self) -> list[RequestOutput]:
         taken = [self.waiting.popleft() for _ in range(min(IMAGES_A_STEP, len(self.waiting)))]

@@ -104,6 +104,7 @@ class KilledError(BaseException):
 
 def kill_at(step: int) -> OnStep:
     def on_step(engine: CountingEngine) -> None:
+        time.sleep(0.3)  # the checkpoint that was begun is written
         if engine.num_steps == step:
             raise KilledError
 

@@ -11,8 +11,8 @@ import torch
 
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.cost import CostMeter
-from offline_diffusion.engine.faults import row_fault
-from offline_diffusion.engine.memory import check_memory, fit_token_budget, is_out_of_memory, measure_limits
+from offline_diffusion.engine.faults import refusal, row_fault
+from offline_diffusion.engine.memory import fit_token_budget, is_out_of_memory, measure_limits
 from offline_diffusion.engine.model_runner import DecodedImage, ModelRunner
 from offline_diffusion.engine.request_state import RequestState, check_resume
 from offline_diffusion.engine.scheduler import LOOK_AHEAD, Scheduler
@@ -84,9 +84,7 @@ class Engine:
     def add_request(self, request: Request, resume: StepState | None = None) -> None:
         """Queues a request. A request the model cannot take comes back as a failed output.
 
-        Args:
-            request: What is asked.
-            resume: Where an earlier engine's `snapshot` left it: it goes on there, to the same pixels.
+        With ``resume``, from an earlier engine's `snapshot`, it goes on at its step, to the same pixels.
 
         Raises:
             ValueError: Another request with this id is at hand, or ``resume`` is not of such a request.
@@ -95,11 +93,8 @@ class Engine:
             raise ValueError(f"request id {request.request_id!r} is already at hand")
         if resume is not None:
             check_resume(request, resume, self.model)
-        if (fault := self.model.capabilities.check_request(request)) is not None:
-            self._refuse(request, "invalid_request", fault)
-            return
-        if (fault := check_memory(request, self.model.device)) is not None:
-            self._refuse(request, "out_of_memory", fault)
+        if (fault := refusal(request, self.model)) is not None:
+            self._refuse(request, *fault)
             return
         try:
             state = RequestState.of(request, self.model, self.limits, self._clock(), resume)
@@ -153,11 +148,7 @@ class Engine:
 
     @torch.inference_mode()
     def snapshot(self) -> Snapshot:
-        """How far every unfinished request has come; between steps, without waiting for the device.
-
-        Raises:
-            Exception: Memory ran out, see `memory.is_out_of_memory`; nothing else has changed.
-        """
+        """How far every unfinished request has come; between steps, without waiting for the device."""
         self._timer.settle_finished()
         now = self._clock()
         return self._with_memory_back(lambda: Snapshot.of(self._states.values(), self.runner, now))
@@ -181,16 +172,14 @@ class Engine:
         self._collect(wait=not self.scheduler.running and not self.scheduler.waiting)
         if not self._states:
             self._timer.pause()
-        return self._take_done()
+        outputs, self._done = self._done, []
+        return outputs
 
     def finish_decoding(self) -> list[RequestOutput]:
         """The outputs of requests past their last step; waits for the device and begins no step."""
         self._timer.settle_all()
         while self.runner.num_decoding:
             self._collect(wait=True)
-        return self._take_done()
-
-    def _take_done(self) -> list[RequestOutput]:
         outputs, self._done = self._done, []
         return outputs
 
