@@ -103,6 +103,8 @@ class JobConfig(EngineConfig):
     shard_size: int = Field(default=500, ge=1, le=100_000)
     num_tasks: int = Field(default=1, ge=1)
     task_index: int = Field(default=0, ge=0)
+    devices: str | None = Field(default=None, coerce_numbers_to_str=True)
+    launcher: Literal["local", "ray"] = "local"
     image_format: ImageFormat = "png"
     image_level: int | None = Field(default=None, validate_default=True)
     retry_failed: bool = False
@@ -152,6 +154,21 @@ class JobConfig(EngineConfig):
             return value
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+    @pydantic.field_validator("devices")
+    @classmethod
+    def _list_of_devices(cls, value: str | None) -> str | None:
+        device = r"(cpu|cuda:\d+|\d+)"
+        if value is not None and not re.fullmatch(rf"all|{device}(,{device})*", value):
+            raise ValueError("must be all, or a list such as 0,1 or cpu,cpu")
+        return value
+
+    @pydantic.field_validator("profile")
+    @classmethod
+    def _of_one_worker(cls, value: bool, info: pydantic.ValidationInfo) -> bool:
+        if value and (info.data.get("devices") is not None or info.data.get("launcher") == "ray"):
+            raise ValueError("is of one worker: leave --devices and --launcher away")
+        return value
 
     @pydantic.field_validator("task_index")
     @classmethod

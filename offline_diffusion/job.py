@@ -99,13 +99,7 @@ def run_task(
         return _run_profiled(task) if config.profile else task.run()
 
 
-def prepare_job(
-    config: JobConfig,
-    *,
-    observer: Observer | None = None,
-    stop: StopFlag | None = None,
-    say: Say | None = None,
-) -> ManifestIndex:
+def prepare_job(config: JobConfig, *, observer: Observer, stop: StopFlag, say: Say) -> ManifestIndex:
     """Does once what several workers of a job would each do before they begin; see `run_task`."""
     task = _Task(config, observer, stop, say, _load_engine)
     return task.prepare()[-1]

@@ -62,6 +62,14 @@ task_options = together(
         metavar="N",
     ),
     job_option("--task-index", "Which of them this is, from 0; likewise.", metavar="I"),
+    job_option(
+        "--devices",
+        "One worker on each: all, or a list such as 0,1; in place of --device.",
+        metavar="all|N,N",
+    ),
+    job_option(
+        "--launcher", "ray: workers as tasks of a Ray cluster, one a GPU (RAY_ADDRESS, or this machine)."
+    ),
 )
 
 profile_option = job_option(
@@ -137,17 +145,30 @@ def _with_slurm_end(config: JobConfig) -> JobConfig:
     return config.model_copy(update={"time_limit": left})
 
 
+def _launcher(config: JobConfig) -> RunTask:
+    """What runs a job: this process, one worker a device, or a cluster."""
+    if config.launcher == "ray":
+        from offline_diffusion.launch.ray import run_on_ray
+
+        return run_on_ray
+    if config.devices is not None:
+        from offline_diffusion.launch.local import run_on_devices
+
+        return run_on_devices
+    from offline_diffusion.job import run_task
+
+    return functools.partial(run_task, own_process=True)
+
+
 def _run(config: JobConfig, run_task: RunTask | None, stop: StopFlag) -> JobSummary:
     """Runs the task; ``run_task`` stands in for that of ``offline_diffusion.job`` in tests."""
     with make_progress() as display:
-        from offline_diffusion import job
-
         if stop.requests:
             raise JobInterrupted(
                 f"{stop.why}: stopped before the job began", hint="the same command starts it"
             )
 
-        run_task = run_task or functools.partial(job.run_task, own_process=True)
+        run_task = run_task or _launcher(config)
         summary = run_task(config, observer=display.update, stop=stop, say=display.say)
     if summary.cost is not None and summary.profile is None:  # tracing takes time of its own
         remember(summary.cost, config)

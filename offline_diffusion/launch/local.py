@@ -13,14 +13,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from offline_diffusion.config import JobConfig
-from offline_diffusion.errors import JobError, JobInterrupted
+from offline_diffusion.errors import BackendError, JobError, JobInterrupted
+from offline_diffusion.job import prepare_job
 from offline_diffusion.launch.worker import Event, spawn_options
+from offline_diffusion.models.loader import cuda_devices
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
+from offline_diffusion.summary import JobSummary, summary_of_workers
 
 MAX_RESTARTS = 3
 """Deaths of a worker in a row without a finished image after which it is not started again."""
@@ -28,6 +32,32 @@ MAX_RESTARTS = 3
 POLL_S = 0.25
 
 Command = Callable[[], Sequence[str]]
+
+
+def device_names(devices: str) -> list[str]:
+    """The devices that ``--devices`` names, one a worker.
+
+    Raises:
+        BackendError: ``all``, where there is none.
+    """
+    if devices != "all":
+        return [f"cuda:{name}" if name.isdecimal() else name for name in devices.split(",")]
+    if found := cuda_devices():
+        return found
+    raise BackendError("--devices all: there is no CUDA device", hint="--devices cpu,cpu starts two workers")
+
+
+def run_on_devices(config: JobConfig, *, observer: Observer, say: Say, stop: StopFlag) -> JobSummary:
+    """Runs a job with one worker on each of ``config.devices``; arguments and errors as of `job.run_task`."""
+    assert config.devices is not None
+    started = time.monotonic()
+    own = [
+        config.model_copy(update={"device": device, "devices": None})
+        for device in device_names(config.devices)
+    ]
+    index = prepare_job(own[0], observer=observer, stop=stop, say=say)
+    parts = Supervisor(own, observer=observer, say=say, stop=stop).run()
+    return summary_of_workers(config.out, index.num_images, parts, time.monotonic() - started)
 
 
 def worker_command() -> Sequence[str]:
@@ -56,15 +86,15 @@ class Worker:
     def name(self) -> str:
         return f"worker {self.number} on {self.config.device}"
 
-    def start(self, command: Command) -> None:
-        """Starts a life of it."""
+    def start(self, command: Command, seconds_left: float | None) -> None:
+        """Starts a life of it, which must end in time where there is a limit."""
         self.life += 1
         self.process = subprocess.Popen(
             command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
         )
         assert self.process.stdout is not None
         threading.Thread(target=self._read, args=(self.process.stdout, self.life), daemon=True).start()
-        self.tell(spawn_options(self.config))
+        self.tell(spawn_options(self.config.model_copy(update={"time_limit": seconds_left})))
 
     def tell(self, line: str) -> None:
         """Writes a line to its standard input; a worker that is gone hears nothing."""
@@ -119,6 +149,8 @@ class Supervisor:
         self.workers = [Worker(number, config, self._events) for number, config in enumerate(configs)]
         self._alive: set[Worker] = set()
         self._num_stops_told = 0
+        limit = configs[0].time_limit
+        self._deadline = None if limit is None else time.monotonic() + limit
 
     def run(self) -> list[dict[str, Any]]:
         """Runs all workers to their ends.
@@ -146,7 +178,8 @@ class Supervisor:
         return self._outcome()
 
     def _start(self, worker: Worker) -> None:
-        worker.start(self._command)
+        left = None if self._deadline is None else max(1.0, self._deadline - time.monotonic())
+        worker.start(self._command, left)
         self._alive.add(worker)
         for _ in range(self._num_stops_told):
             worker.tell(self._stop.why)

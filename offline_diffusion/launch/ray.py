@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from offline_diffusion.config import JobConfig, make_job_config
 from offline_diffusion.errors import BackendError, JobError, JobInterrupted, OffdiffError
+from offline_diffusion.job import prepare_job
 from offline_diffusion.launch.local import MAX_RESTARTS, joined
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
+from offline_diffusion.summary import JobSummary, summary_of_workers
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 POLL_S = 1.0
+
+MAX_WORKERS = 256
+"""Tasks that are submitted; those that find no GPU free wait for one."""
 
 
 class Board:
@@ -62,18 +68,14 @@ def load_ray() -> ModuleType:
     return module
 
 
-def run_on_ray(
-    config: JobConfig, *, num_workers: int, observer: Observer, say: Say, stop: StopFlag
-) -> list[dict[str, Any]]:
+def run_on_ray(config: JobConfig, *, observer: Observer, say: Say, stop: StopFlag) -> JobSummary:
     """Runs a job on the cluster that ``RAY_ADDRESS`` names, else on one of this machine's own.
+
+    As many workers run at a time as there are GPUs, or CPUs for a job on CPUs.
 
     Args:
         config: The job; its output folder must be one that every node sees.
-        num_workers: Most workers at a time; as many run as there are GPUs, or CPUs for a job on CPUs.
         observer, say, stop: As of `job.run_task`, for all workers together.
-
-    Returns:
-        The summaries of the workers that ended in good order.
 
     Raises:
         BackendError: Ray is not installed.
@@ -81,6 +83,17 @@ def run_on_ray(
         JobInterrupted: Asked to stop before any of them had begun.
     """
     ray = load_ray()
+    started = time.monotonic()
+    own = config.model_copy(update={"launcher": "local"})
+    index = prepare_job(own, observer=observer, stop=stop, say=say)
+    num_workers = min(MAX_WORKERS, max(1, -(-index.num_rows // config.shard_size)))
+    parts = _run_workers(ray, own, num_workers, observer, say, stop)
+    return summary_of_workers(config.out, index.num_images, parts, time.monotonic() - started)
+
+
+def _run_workers(
+    ray: Any, config: JobConfig, num_workers: int, observer: Observer, say: Say, stop: StopFlag
+) -> list[dict[str, Any]]:
     with _cluster(ray):
         resources = {"num_gpus": 1} if _on_gpu(ray, config) else {"num_cpus": 1}
         board = ray.remote(num_cpus=0)(Board).remote()

@@ -38,6 +38,11 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def cuda_devices() -> list[str]:
+    """Every CUDA device of this machine, as ``cuda:N``."""
+    return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+
+
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
