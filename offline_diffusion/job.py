@@ -190,8 +190,7 @@ class _Task:
             finished = self._work(checkpoint, manifest, index, ledger, queue)
         write_card(ledger)
         ledger.finish()
-        published = ledger.published()
-        forget_deaths(ledger.out, lambda row: row // config.shard_size in published)
+        forget_deaths(ledger.out, ledger.published(), config.shard_size)
         covered = sorted({*share, *queue.taken})
         kept = {number: before[number] for number in covered if number in before and number not in todo}
         return summary_of_task(ledger, index, self.tally, covered, kept, finished=finished, cost=self.cost)

@@ -147,6 +147,8 @@ def _with_slurm_end(config: JobConfig) -> JobConfig:
 
 def _launcher(config: JobConfig) -> RunTask:
     """What runs a job: this process, one worker a device, or a cluster."""
+    from offline_diffusion.job import run_task
+
     if config.launcher == "ray":
         from offline_diffusion.launch.ray import run_on_ray
 
@@ -155,20 +157,17 @@ def _launcher(config: JobConfig) -> RunTask:
         from offline_diffusion.launch.local import run_on_devices
 
         return run_on_devices
-    from offline_diffusion.job import run_task
-
     return functools.partial(run_task, own_process=True)
 
 
 def _run(config: JobConfig, run_task: RunTask | None, stop: StopFlag) -> JobSummary:
     """Runs the task; ``run_task`` stands in for that of ``offline_diffusion.job`` in tests."""
     with make_progress() as display:
+        run_task = run_task or _launcher(config)
         if stop.requests:
             raise JobInterrupted(
                 f"{stop.why}: stopped before the job began", hint="the same command starts it"
             )
-
-        run_task = run_task or _launcher(config)
         summary = run_task(config, observer=display.update, stop=stop, say=display.say)
     if summary.cost is not None and summary.profile is None:  # tracing takes time of its own
         remember(summary.cost, config)

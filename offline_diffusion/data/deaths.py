@@ -15,7 +15,7 @@ import faulthandler
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,10 +165,10 @@ def suspicions_of(out: Path, rows: range) -> dict[ImageKey, Suspicion]:
     }
 
 
-def forget_deaths(out: Path, is_published: Callable[[int], bool]) -> None:
-    """Drops the records that speak of nothing but published rows."""
+def forget_deaths(out: Path, published: Collection[int], shard_size: int) -> None:
+    """Drops the records that speak of nothing but rows of published shards, which are given by index."""
     for path, _, in_flight in list(_deaths(out)):
-        if all(is_published(image[0]) for image in in_flight):
+        if all(row // shard_size in published for row, _ in in_flight):
             path.unlink(missing_ok=True)
 
 

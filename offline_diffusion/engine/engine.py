@@ -39,7 +39,6 @@ WAVE_POLL_S = 0.001
 
 GOOD_STEPS = 200
 """Steps after which a budget that was lowered for want of memory is doubled again, up to what it was."""
-
 MAX_DECODING = 32
 """Images that may be in decode before the next step waits for one. They are decoded one after the other."""
 
@@ -74,10 +73,8 @@ class Engine:
         self._timer = StepTimer(model.device, self.stats, self.runner)
         self._states: dict[str, RequestState] = {}
         self._done: list[RequestOutput] = []
-        self._clock = clock
-        self._generating = False
-        self.on_start: Callable[[str], None] | None = None
-        """Called with a request's id before anything of it runs on the device."""
+        self._clock, self._generating = clock, False
+        self.on_start: Callable[[str], None] = lambda _: None  # gets an id before its request uses the device
 
     # --- requests in -------------------------------------------------------------------------
 
@@ -196,8 +193,7 @@ class Engine:
     def _prepare(self, state: RequestState) -> bool:
         if state.prepared is not None:
             return True
-        if self.on_start is not None:
-            self.on_start(state.request.request_id)
+        self.on_start(state.request.request_id)
         try:
             state.prepared = self._with_memory_back(
                 lambda: self.runner.prepare(state.request, state.prompt, state.negative, state.resume)

@@ -20,9 +20,7 @@ from typing import IO, Any
 
 from offline_diffusion.config import JobConfig
 from offline_diffusion.errors import BackendError, JobError, JobInterrupted
-from offline_diffusion.job import prepare_job
 from offline_diffusion.launch.worker import Event, spawn_options
-from offline_diffusion.models.loader import cuda_devices
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
 from offline_diffusion.summary import JobSummary, summary_of_workers
 
@@ -42,6 +40,8 @@ def device_names(devices: str) -> list[str]:
     """
     if devices != "all":
         return [f"cuda:{name}" if name.isdecimal() else name for name in devices.split(",")]
+    from offline_diffusion.models.loader import cuda_devices
+
     if found := cuda_devices():
         return found
     raise BackendError("--devices all: there is no CUDA device", hint="--devices cpu,cpu starts two workers")
@@ -49,6 +49,8 @@ def device_names(devices: str) -> list[str]:
 
 def run_on_devices(config: JobConfig, *, observer: Observer, say: Say, stop: StopFlag) -> JobSummary:
     """Runs a job with one worker on each of ``config.devices``; arguments and errors as of `job.run_task`."""
+    from offline_diffusion.job import prepare_job
+
     assert config.devices is not None
     started = time.monotonic()
     own = [

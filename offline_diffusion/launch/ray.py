@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from offline_diffusion.config import JobConfig, make_job_config
 from offline_diffusion.errors import BackendError, JobError, JobInterrupted, OffdiffError
-from offline_diffusion.job import prepare_job
 from offline_diffusion.launch.local import MAX_RESTARTS, joined
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
 from offline_diffusion.summary import JobSummary, summary_of_workers
@@ -82,6 +81,8 @@ def run_on_ray(config: JobConfig, *, observer: Observer, say: Say, stop: StopFla
         JobError: No worker could go on.
         JobInterrupted: Asked to stop before any of them had begun.
     """
+    from offline_diffusion.job import prepare_job
+
     ray = load_ray()
     started = time.monotonic()
     own = config.model_copy(update={"launcher": "local"})

@@ -112,7 +112,9 @@ def _columns_in_lists(schema: list[Struct]) -> list[bool]:
 def _batch_rows(group: Struct, columns_in_lists: list[bool], stream: BinaryIO) -> int:
     if group[_NUM_ROWS] < 0:
         raise ThriftError("a row group has fewer than no rows")
-    num_rows = max(1, group[_NUM_ROWS])
+    if not group[_NUM_ROWS]:
+        return 1  # it has no pages either
+    num_rows = group[_NUM_ROWS]
     allowed = min(MAX_BATCH_ROWS, MEAN_BATCH_BYTES // max(1, group[_TOTAL_BYTES] // num_rows))
     longest = 0
     for column, in_list in zip(group[_COLUMNS], columns_in_lists, strict=True):

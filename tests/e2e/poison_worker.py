@@ -1,0 +1,50 @@
+"""``offdiff`` with a model whose process dies in the step of some rows: prompts with ABORT or KILL."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from offline_diffusion import job
+from offline_diffusion.cli.main import main
+from offline_diffusion.config import JobConfig
+from offline_diffusion.engine.engine import Engine
+from offline_diffusion.models.loader import load_model
+from offline_diffusion.models.registry import Checkpoint
+
+DEATHS = {"ABORT": signal.SIGABRT, "KILL": signal.SIGKILL}
+
+
+class DeadlyModel:
+    """The default model; a deadly prompt marks its latents, and a step with such latents is the last."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def prepare_latents(self, request: Any) -> Any:
+        latents = self._model.prepare_latents(request)
+        for number, word in enumerate(DEATHS):
+            if word in request.prompt:
+                latents[0, 0] = 12_345.0 + number
+        return latents
+
+    def denoise_step(self, batch: Any) -> Any:
+        for number, death in enumerate(DEATHS.values()):
+            if (batch.latents == 12_345.0 + number).any():
+                os.kill(os.getpid(), death)
+        return self._model.denoise_step(batch)
+
+
+def load_engine(config: JobConfig, checkpoint: Checkpoint) -> Engine:
+    model: Any = DeadlyModel(load_model(config, checkpoint))
+    return Engine(model, config)
+
+
+if __name__ == "__main__":
+    job._load_engine = load_engine
+    main(sys.argv[1:])

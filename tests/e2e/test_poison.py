@@ -1,0 +1,97 @@
+"""Rows that crash the process: two crashes and they are set aside, and no other row is lost with them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job_fakes import Runner, make_rows, pixels_by_key, read_table, write_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+SCRIPT = Path(__file__).with_name("poison_worker.py")
+FLAGS = ("--shard-size=8", "--max-num-seqs=4", "--height=32", "--width=32", "--num-inference-steps=3")
+
+
+def run(manifest: Path, out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "run", str(manifest), "--out", str(out), *FLAGS, *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_row_that_crashes_twice_is_set_aside(tmp_path: Path) -> None:
+    rows = make_rows(24)
+    rows[10]["prompt"] = "ABORT"
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
+    first, second, third = (run(manifest, out) for _ in range(3))
+    assert (first.returncode, second.returncode) == (-signal.SIGABRT, -signal.SIGABRT)
+    assert third.returncode == 3, third.stderr
+    (failure,) = read_table(out, "failures")
+    assert (failure["row"], failure["error_type"]) == (10, "crash")
+    assert "crashed 2 times" in failure["reason"]
+    assert "Aborted" in failure["reason"]
+    assert "drawn one at a time" in second.stderr
+    Runner().run(manifest, tmp_path / "whole", shard_size=8, height=32, width=32, num_inference_steps=3)
+    others = {key: value for key, value in pixels_by_key(tmp_path / "whole").items() if key[0] != "r010"}
+    assert pixels_by_key(out) == others
+    assert not list((out / "_state" / "deaths").iterdir())
+    assert not list((out / "_state" / "flights").iterdir())
+
+
+def test_two_poison_rows_take_two_crashes_each(tmp_path: Path) -> None:
+    rows = make_rows(16)
+    rows[3]["prompt"] = rows[5]["prompt"] = "ABORT"
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
+    codes = []
+    while not codes or codes[-1] == -signal.SIGABRT:
+        codes.append(run(manifest, out).returncode)
+        assert len(codes) <= 5
+    assert codes[-1] == 3
+    assert sorted(row["row"] for row in read_table(out, "failures")) == [3, 5]
+    assert len(pixels_by_key(out)) == 14
+    failed = [row for row in read_table(out, "metrics") if row["status"] == "failed"]
+    assert [row["error_type"] for row in failed] == ["crash", "crash"]
+
+
+def test_one_command_with_devices_gets_through(tmp_path: Path) -> None:
+    """The supervisor starts its worker again; nobody has to."""
+    rows = make_rows(16)
+    rows[3]["prompt"] = "ABORT"
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        + """
+import poison_worker
+from offline_diffusion import job
+from offline_diffusion.launch import local
+if sys.argv[1:] == ["worker"]:
+    from offline_diffusion.launch.worker import main
+    job._load_engine = poison_worker.load_engine
+    main()
+else:
+    from offline_diffusion.cli.main import main
+    command = [sys.executable, __file__, "worker"]
+    local.Supervisor.__init__.__kwdefaults__["command"] = lambda: command
+    main()
+"""
+    )
+    script = tmp_path / "deadly.py"
+    script.write_text(code)
+    command = [
+        sys.executable,
+        str(script),
+        "run",
+        str(manifest),
+        "--out",
+        str(out),
+        *FLAGS,
+        "--devices=cpu,cpu",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert result.returncode == 3, result.stderr
+    assert result.stderr.count("died of SIGABRT: started again") == 2
+    assert [row["row"] for row in read_table(out, "failures")] == [3]
+    assert len(pixels_by_key(out)) == 15
+    assert "done: 15 of 16 images" in result.stderr
