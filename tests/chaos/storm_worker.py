@@ -18,22 +18,25 @@ from offline_diffusion.models.registry import Checkpoint
 
 
 class SteppedEngine(Engine):
-    """Appends the time and the number of images of each step to a file."""
+    """Appends the time and the number of images of each step to a file; slow, so that a storm has time."""
 
     log: int
+    pause_s: float
 
     def _count_step(self, running: Sequence[RequestState], num_seqs: int) -> None:
         super()._count_step(running, num_seqs)
+        time.sleep(self.pause_s)
         os.write(self.log, f"{time.monotonic():.3f} {len(running)}\n".encode())
 
 
 def make_engine(config: JobConfig, checkpoint: Checkpoint) -> SteppedEngine:
     engine = SteppedEngine(load_model(config, checkpoint), config)
     engine.log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    engine.pause_s = float(sys.argv[2])
     return engine
 
 
 if __name__ == "__main__":
     Path(sys.argv[1]).touch()
     job._load_engine = make_engine
-    main(sys.argv[2:])
+    main(sys.argv[3:])

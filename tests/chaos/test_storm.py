@@ -29,6 +29,9 @@ WRITING_S = 1.0
 """A checkpoint may take this long to be on disk, with two processes on two cores."""
 OPTIONS = {"shard_size": 10, "max_num_seqs": 4}
 FLAGS = ("--shard-size=10", "--max-num-seqs=4", f"--checkpoint-interval={INTERVAL_S}", "--num-tasks=2")
+PAUSE_S = 0.05
+STEPS_A_KILL = 8
+"""Enough that the job outlasts the storm."""
 WORKER = Path(__file__).parent / "storm_worker.py"
 PATIENCE_S = 120.0
 
@@ -93,10 +96,11 @@ class Storm:
         self.manifest, self.folder, self.out = manifest, folder, folder / "out"
         self.lives: list[Life] = []
 
-    def start(self, task: int) -> Life:
+    def start(self, task: int, pause_s: float = PAUSE_S) -> Life:
         log = self.folder / f"steps-{len(self.lives):04d}"
         log.touch()
-        command = [sys.executable, str(WORKER), str(log), "run", str(self.manifest), "--out", str(self.out)]
+        command = [sys.executable, str(WORKER), str(log), str(pause_s)]
+        command += ["run", str(self.manifest), "--out", str(self.out)]
         life = Life(task, log, [*command, *FLAGS, f"--task-index={task}"])
         self.lives.append(life)
         return life
@@ -104,7 +108,7 @@ class Storm:
 
 def test_a_storm_costs_nothing_but_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
     moments = random.Random(SEED)
-    manifest, needed = make_manifest(tmp_path / "m.jsonl", num_rows=90, num_steps=2 * NUM_KILLS + 200)
+    manifest, needed = make_manifest(tmp_path / "m.jsonl", num_rows=90, num_steps=STEPS_A_KILL * NUM_KILLS)
     storm = Storm(manifest, tmp_path)
     signals = [signal.SIGKILL] * NUM_KILLS + [signal.SIGTERM] * NUM_STOPS
     moments.shuffle(signals)
@@ -129,7 +133,12 @@ def test_a_storm_costs_nothing_but_the_steps_since_the_last_checkpoint(tmp_path:
         running[victim] = storm.start(life.task)
     assert landed[signal.SIGKILL] >= NUM_KILLS * 0.9, "too fast: the job was over before the storm was"
     assert landed[signal.SIGTERM] >= NUM_STOPS * 0.9
-    assert {life.process.wait(600) for life in running} <= {0, 3}
+    for life in running:
+        life.wait_until_drawing()
+        life.process.send_signal(signal.SIGTERM)
+    assert {life.process.wait(PATIENCE_S) for life in running} <= {0, 3, 75}
+    last = [storm.start(task, pause_s=0.0) for task in range(2)]
+    assert {life.process.wait(600) for life in last} <= {0, 3}
     assert not any("Traceback" in line for life in storm.lives for line in life.lines)
 
     report = verify(storm.out)
