@@ -10,13 +10,14 @@ QUICKSTART := out/quickstart
 # Tests run in two processes; more threads than cores would slow both down.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help quickstart test test-slow test-slurm lint format bench clean
+.PHONY: help quickstart test test-slow test-slurm test-ray lint format bench clean
 
 help:
 	@echo "make quickstart   draw a small manifest with a small model: the whole path, nothing to download"
 	@echo "make test         the tests that run on any machine"
 	@echo "make test-slow    the long ones"
 	@echo "make test-slurm   a job on a Slurm cluster of one node; as root it installs Slurm's packages"
+	@echo "make test-ray     a job on a Ray cluster of two workers; installs ray"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make bench        benchmarks; needs a CUDA GPU"
 	@echo "make clean        remove outputs and caches, not the environment"
@@ -49,7 +50,7 @@ quickstart: $(VENV)/installed
 	@echo "Read $(QUICKSTART)/README.md for the columns; '$(BIN)/offdiff status $(QUICKSTART)' shows the job."
 
 test: $(VENV)/installed-test
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not slurm"
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not slurm and not ray"
 
 test-slow: $(VENV)/installed-test
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
@@ -58,6 +59,10 @@ test-slow: $(VENV)/installed-test
 test-slurm: $(VENV)/installed-test
 	-timeout 600 tests/slurm/install.sh
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slurm tests/slurm
+
+test-ray: $(VENV)/installed-test
+	$(PIP) --editable '.[ray]'
+	$(ONE_THREAD) $(BIN)/python -m pytest -m ray tests/ray_cluster
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -47,15 +47,25 @@ def device_names(devices: str) -> list[str]:
     raise BackendError("--devices all: there is no CUDA device", hint="--devices cpu,cpu starts two workers")
 
 
+def parts_of(config: JobConfig, count: int) -> list[JobConfig]:
+    """A task as ``count`` smaller ones, so that workers begin with shards of their own."""
+    first, total = config.task_index * count, config.num_tasks * count
+    return [
+        config.model_copy(update={"num_tasks": total, "task_index": first + number})
+        for number in range(count)
+    ]
+
+
 def run_on_devices(config: JobConfig, *, observer: Observer, say: Say, stop: StopFlag) -> JobSummary:
     """Runs a job with one worker on each of ``config.devices``; arguments and errors as of `job.run_task`."""
     from offline_diffusion.job import prepare_job
 
     assert config.devices is not None
     started = time.monotonic()
+    names = device_names(config.devices)
     own = [
-        config.model_copy(update={"device": device, "devices": None})
-        for device in device_names(config.devices)
+        part.model_copy(update={"device": name, "devices": None})
+        for name, part in zip(names, parts_of(config, len(names)), strict=True)
     ]
     index = prepare_job(own[0], observer=observer, stop=stop, say=say)
     parts = Supervisor(own, observer=observer, say=say, stop=stop).run()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from offline_diffusion.config import JobConfig, make_job_config
 from offline_diffusion.errors import BackendError, JobError, JobInterrupted, OffdiffError
-from offline_diffusion.launch.local import MAX_RESTARTS, joined
+from offline_diffusion.launch.local import MAX_RESTARTS, joined, parts_of
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
 from offline_diffusion.summary import JobSummary, summary_of_workers
 
@@ -99,8 +99,8 @@ def _run_workers(
         resources = {"num_gpus": 1} if _on_gpu(ray, config) else {"num_cpus": 1}
         board = ray.remote(num_cpus=0)(Board).remote()
         task = ray.remote(max_retries=MAX_RESTARTS, **resources)(_work)
-        options = config.model_dump(mode="json", exclude_none=True)
-        pending = [task.remote(options, number, board) for number in range(num_workers)]
+        options = [part.model_dump(mode="json", exclude_none=True) for part in parts_of(config, num_workers)]
+        pending = [task.remote(part, number, board) for number, part in enumerate(options)]
         outcomes = []
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
