@@ -89,7 +89,12 @@ def summary_of_task(
 
 
 def summary_of_workers(
-    out: Path, num_images: int, parts: Sequence[Mapping[str, Any]], seconds: float
+    out: Path,
+    num_images: int,
+    parts: Sequence[Mapping[str, Any]],
+    seconds: float,
+    *,
+    stopped: bool,
 ) -> JobSummary:
     """What several workers did together, told of the whole job.
 
@@ -98,6 +103,7 @@ def summary_of_workers(
         num_images: Of the whole manifest.
         parts: Their own summaries, as dicts.
         seconds: How long they were at work.
+        stopped: Whether they were asked to stop.
     """
     status = read_status(out)
     num_drawn = sum(part["num_ok"] + part["num_failed"] - part["num_resumed"] for part in parts)
@@ -113,6 +119,6 @@ def summary_of_workers(
         num_shards=status.num_shards_done,
         seconds=seconds,
         images_per_s=num_drawn / seconds if seconds else 0.0,
-        interrupted=any(part["interrupted"] for part in parts),
+        interrupted=any(part["interrupted"] for part in parts) or (stopped and not status.finished),
         warnings=list(dict.fromkeys(line for part in parts for line in part["warnings"])),
     )

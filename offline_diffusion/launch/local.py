@@ -1,7 +1,7 @@
 """Several workers on one machine, one a device, that draw shards from one queue.
 
 A worker is a process of its own, so one that dies takes nothing along: its unfinished shards are taken over,
-and it is started again, unless it keeps dying without finishing an image.
+and it is started again, unless it keeps dying without drawing an image.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,15 +20,32 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from offline_diffusion.config import JobConfig
-from offline_diffusion.errors import BackendError, JobError, JobInterrupted
+from offline_diffusion.errors import BackendError, JobInterrupted
+from offline_diffusion.launch.outcome import (
+    IsFinished,
+    LastWords,
+    Record,
+    WorkerError,
+    folder_is_finished,
+    forgive,
+    helper_of,
+    last_words,
+    refuse_standard_input,
+    summaries_of,
+    too_many_failures,
+)
 from offline_diffusion.launch.worker import Event, spawn_options
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
 from offline_diffusion.summary import JobSummary, summary_of_workers
-
-MAX_RESTARTS = 3
-"""Deaths of a worker in a row without a finished image after which it is not started again."""
+from offline_diffusion.time_limit import TimeLimit
 
 POLL_S = 0.25
+
+PATIENCE_S = 30.0
+"""How long a worker that is of no use any more may take to end before it is killed: it may be frozen."""
+
+SILENCE_S = 5.0
+"""Without a word for so long, a worker may be frozen."""
 
 Command = Callable[[], Sequence[str]]
 
@@ -61,15 +79,25 @@ def run_on_devices(config: JobConfig, *, observer: Observer, say: Say, stop: Sto
     from offline_diffusion.job import prepare_job
 
     assert config.devices is not None
-    started = time.monotonic()
+    refuse_standard_input(config, "--devices")
+    started, limit = time.monotonic(), TimeLimit(config.time_limit)
     names = device_names(config.devices)
     own = [
         part.model_copy(update={"device": name, "devices": None})
         for name, part in zip(names, parts_of(config, len(names)), strict=True)
     ]
-    index = prepare_job(own[0], observer=observer, stop=stop, say=say)
-    parts = Supervisor(own, observer=observer, say=say, stop=stop).run()
-    return summary_of_workers(config.out, index.num_images, parts, time.monotonic() - started)
+    with limit.stopping(stop):
+        index = prepare_job(own[0], observer=observer, stop=stop, say=say)
+    supervisor = Supervisor(
+        own,
+        observer=observer,
+        say=say,
+        stop=stop,
+        started=started,
+        is_finished=lambda: folder_is_finished(config),
+    )
+    parts, seconds = supervisor.run(), time.monotonic() - started
+    return summary_of_workers(config.out, index.num_images, parts, seconds, stopped=bool(stop.requests))
 
 
 def worker_command() -> Sequence[str]:
@@ -77,30 +105,24 @@ def worker_command() -> Sequence[str]:
     return [sys.executable, "-m", "offline_diffusion.launch.worker"]
 
 
-@dataclass(eq=False)
-class Worker:
-    """A device's worker over its lives.
+@dataclass(eq=False, kw_only=True)
+class Worker(Record):
+    """A device's worker over its lives; ``heard_at`` is when it last said something, in monotonic seconds."""
 
-    ``summaries`` are those of lives that ended in good order, ``error`` is of one that could not go on.
-    """
-
-    number: int
     config: JobConfig
     events: queue.Queue[tuple[Worker, int, Event | None]]
     process: subprocess.Popen[str] | None = None
     progress: Progress = field(default_factory=lambda: Progress(phase="loading"))
-    summary: dict[str, Any] | None = None
-    error: dict[str, Any] | None = None
-    num_deaths: int = 0
     life: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"worker {self.number} on {self.config.device}"
+    heard_at: float = 0.0
+    was_frozen: bool = False
+    has_ended_well: bool = False
 
     def start(self, command: Command, seconds_left: float | None) -> None:
         """Starts a life of it, which must end in time where there is a limit."""
         self.life += 1
+        self.has_ended_well = False
+        self.heard_at = time.monotonic()
         self.process = subprocess.Popen(
             command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
         )
@@ -123,6 +145,13 @@ class Worker:
                     self.events.put((self, life, json.loads(line)))
         self.events.put((self, life, None))
 
+    def last_words(self) -> LastWords:
+        """What its last life left, once it has died."""
+        assert self.process is not None
+        words = last_words(self.config.out, socket.gethostname(), self.process.pid)
+        has_told = self.progress.num_done > self.progress.num_resumed
+        return words._replace(has_drawn=words.has_drawn or has_told)
+
     def end_of(self) -> str:
         """How the last life ended, once it did."""
         assert self.process is not None
@@ -144,6 +173,8 @@ class Supervisor:
     Args:
         configs: One a worker; they differ in their device.
         observer, say, stop: As of `job.run_task`, for all workers together.
+        started: When the job began, on the monotonic clock; its time limit counts from there.
+        is_finished: Whether every shard is published.
         command: Starts a worker; replaced in tests.
     """
 
@@ -154,40 +185,60 @@ class Supervisor:
         observer: Observer,
         say: Say,
         stop: StopFlag,
+        started: float,
+        is_finished: IsFinished,
         command: Command = worker_command,
     ) -> None:
         self._observer, self._say, self._stop, self._command = observer, say, stop, command
+        self._is_finished = is_finished
         self._events: queue.Queue[tuple[Worker, int, Event | None]] = queue.Queue()
-        self.workers = [Worker(number, config, self._events) for number, config in enumerate(configs)]
+        self.workers = [
+            Worker(name=f"worker {number} on {config.device}", config=config, events=self._events)
+            for number, config in enumerate(configs)
+        ]
         self._alive: set[Worker] = set()
         self._num_stops_told = 0
+        self._next_look = 0.0
+        self._useless_since: float | None = None
         limit = configs[0].time_limit
-        self._deadline = None if limit is None else time.monotonic() + limit
+        self._deadline = None if limit is None else started + limit
 
     def run(self) -> list[dict[str, Any]]:
-        """Runs all workers to their ends.
+        """Runs all workers to their ends, and one of them again for what others that kept dying left.
 
         Returns:
             The summaries of those that ended in good order.
 
         Raises:
-            JobError: Workers could not go on, and none is left that could.
-            JobInterrupted: Asked to stop before any of them had begun.
+            JobError, JobInterrupted: See `summaries_of`.
         """
         try:
-            for worker in self.workers:
-                self._start(worker)
-            while self._alive:
-                self._pass_stops_on()
-                try:
-                    worker, life, event = self._events.get(timeout=POLL_S)
-                except queue.Empty:
-                    continue
-                if life == worker.life:
-                    self._take(worker, event)
+            self._run(self.workers)
+            helper = None if self._stop.requests else helper_of(self.workers)
+            if helper is not None and not self._is_finished():
+                self._say(f"{helper.name} is started again for what others left")
+                self._run([helper])
+                if helper.has_done_all:
+                    forgive(self.workers)
         finally:
             self._kill_all()
-        return self._outcome()
+        why = self._stop.why if self._stop.requests else None
+        has_error = any(worker.error is not None for worker in self.workers)
+        is_finished = (has_error or why is not None) and self._is_finished()
+        return summaries_of(self.workers, is_finished=is_finished, why_stopped=why)
+
+    def _run(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            self._start(worker)
+        while self._alive:
+            self._pass_stops_on()
+            self._end_the_frozen(time.monotonic())
+            try:
+                worker, life, event = self._events.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            if life == worker.life:
+                self._take(worker, event)
 
     def _start(self, worker: Worker) -> None:
         left = None if self._deadline is None else max(1.0, self._deadline - time.monotonic())
@@ -202,7 +253,32 @@ class Supervisor:
             for worker in self._alive:
                 worker.tell(self._stop.why)
 
+    def _end_the_frozen(self, now: float) -> None:
+        """Kills, after a while, who does not end though it can do nothing of use any more."""
+        if now < self._next_look:
+            return
+        self._next_look = now + PATIENCE_S / 10
+        if not self._all_are_useless(now):
+            self._useless_since = None
+            return
+        if self._useless_since is None:
+            self._useless_since = now
+        if now - self._useless_since < PATIENCE_S:
+            return
+        for worker in self._alive:
+            if worker.process is not None and not worker.was_frozen:
+                self._say(f"{worker.name} does not end: killed")
+                worker.was_frozen = True
+                worker.process.kill()
+
+    def _all_are_useless(self, now: float) -> bool:
+        if self._stop.requests > 1:
+            return True
+        are_silent = all(now - worker.heard_at > SILENCE_S for worker in self._alive)
+        return are_silent and self._is_finished()
+
     def _take(self, worker: Worker, event: Event | None) -> None:
+        worker.heard_at = time.monotonic()
         if event is None:
             self._on_end(worker)
         elif (line := event.get("say")) is not None:
@@ -211,48 +287,39 @@ class Supervisor:
             worker.progress = Progress(**values)
             self._observer(joined([each.progress for each in self.workers]))
         elif (summary := event.get("summary")) is not None:
-            worker.summary = summary
+            worker.summaries.append(summary)
+            worker.has_ended_well = True
         elif (error := event.get("error")) is not None:
             worker.error = error
 
     def _on_end(self, worker: Worker) -> None:
         self._alive.discard(worker)
         how = worker.end_of()
-        if worker.summary is not None:
+        if worker.has_ended_well or worker.was_frozen:
             return
         if worker.error is not None:
-            if worker.error["exit_code"] != JobInterrupted.exit_code:
-                self._say(f"{worker.name} cannot go on: {worker.error['message']}")
-            return
-        has_drawn = worker.progress.num_done > worker.progress.num_resumed
-        worker.num_deaths = 1 if has_drawn else worker.num_deaths + 1
-        if self._stop.requests:
+            self._on_error(worker.name, worker.error)
+        elif self._stop.requests:
             self._say(f"{worker.name} died of {how}")
-        elif worker.num_deaths > MAX_RESTARTS:
-            self._say(f"{worker.name} died of {how}, {worker.num_deaths} times without an image: given up")
-        else:
+        elif worker.may_live_again(worker.last_words()):
             self._say(f"{worker.name} died of {how}: started again")
             worker.progress = Progress(phase="loading")
             self._start(worker)
+        else:
+            worker.give_up(how)
+            self._say(f"{worker.name} died of {how}, {worker.num_deaths} times without an image: given up")
+
+    def _on_error(self, name: str, error: WorkerError) -> None:
+        if error["exit_code"] != JobInterrupted.exit_code:
+            self._say(f"{name} cannot go on: {error['message']}")
+        if too_many_failures(self.workers) is not None and not self._stop.requests:
+            self._stop.request("--max-failures")
 
     def _kill_all(self) -> None:
         for worker in self._alive:
             if worker.process is not None:
                 worker.process.kill()
                 worker.process.wait()
-
-    def _outcome(self) -> list[dict[str, Any]]:
-        summaries = [worker.summary for worker in self.workers if worker.summary is not None]
-        if summaries:
-            return summaries
-        errors = [worker.error for worker in self.workers if worker.error is not None]
-        if not errors:
-            raise JobError(
-                "every worker died again and again without finishing an image",
-                hint="what they printed is above; what is finished is kept, the same command goes on",
-            )
-        kind = JobInterrupted if errors[0]["exit_code"] == JobInterrupted.exit_code else JobError
-        raise kind(errors[0]["message"], hint=errors[0]["hint"])
 
 
 def joined(parts: Sequence[Progress]) -> Progress:

@@ -1,70 +1,42 @@
 """A job on a Ray cluster: workers are tasks that draw shards from the folder's one queue.
 
-Ray places them, one a GPU, waits for machines that come later, and starts a task again whose process or node
-is lost. A task that starts when nothing is left ends at once, so there may be more of them than GPUs.
+Ray places them, one a GPU, and waits for machines that come later. Tasks whose process or node is lost are
+submitted again by the driver, by the rules of `outcome`: Ray's own retries would not know who has drawn.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import threading
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from offline_diffusion.config import JobConfig, make_job_config
-from offline_diffusion.errors import BackendError, JobError, JobInterrupted, OffdiffError
-from offline_diffusion.launch.local import MAX_RESTARTS, joined, parts_of
+from offline_diffusion.config import JobConfig
+from offline_diffusion.errors import JobInterrupted
+from offline_diffusion.launch.local import joined, parts_of
+from offline_diffusion.launch.outcome import (
+    IsFinished,
+    LastWords,
+    Record,
+    WorkerError,
+    folder_is_finished,
+    forgive,
+    helper_of,
+    last_words,
+    refuse_standard_input,
+    summaries_of,
+    too_many_failures,
+)
+from offline_diffusion.launch.ray_task import POLL_S, Board, Life, Place, load_ray, work
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
 from offline_diffusion.summary import JobSummary, summary_of_workers
+from offline_diffusion.time_limit import REASON, TimeLimit
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-POLL_S = 1.0
-
-MAX_WORKERS = 256
-"""Tasks that are submitted; those that find no GPU free wait for one."""
-
-
-class Board:
-    """What workers tell and are told; an actor."""
-
-    def __init__(self) -> None:
-        self._progress: dict[int, dict[str, Any]] = {}
-        self._lines: list[str] = []
-        self._stops: list[str] = []
-
-    def report(self, worker: int, progress: dict[str, Any] | None, lines: Sequence[str]) -> list[str]:
-        """A worker's news; returns the requests to stop so far."""
-        if progress is not None:
-            self._progress[worker] = progress
-        self._lines += (f"worker {worker}: {line}" for line in lines)
-        return self._stops
-
-    def read(self, stops: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-        """For the driver: every worker's progress and the lines since last time."""
-        self._stops = list(stops)
-        lines, self._lines = self._lines, []
-        return list(self._progress.values()), lines
-
-
-def load_ray() -> ModuleType:
-    """The library.
-
-    Raises:
-        BackendError: It is not installed.
-    """
-    try:
-        import ray
-    except ImportError:
-        raise BackendError(
-            "--launcher ray needs the package ray, which is not installed",
-            hint="pip install 'offline-diffusion[ray]'",
-        ) from None
-    module: ModuleType = ray
-    return module
+BOARD_TIMEOUT_S = 10.0
+"""How long the driver waits for the board before it goes on without news."""
 
 
 def run_on_ray(config: JobConfig, *, observer: Observer, say: Say, stop: StopFlag) -> JobSummary:
@@ -78,49 +50,243 @@ def run_on_ray(config: JobConfig, *, observer: Observer, say: Say, stop: StopFla
 
     Raises:
         BackendError: Ray is not installed.
-        JobError: No worker could go on.
-        JobInterrupted: Asked to stop before any of them had begun.
+        UsageError: The manifest is standard input.
+        JobError, JobInterrupted: See `summaries_of`.
     """
     from offline_diffusion.job import prepare_job
 
+    refuse_standard_input(config, "--launcher ray")
     ray = load_ray()
-    started = time.monotonic()
-    own = config.model_copy(update={"launcher": "local"})
-    index = prepare_job(own, observer=observer, stop=stop, say=say)
-    num_workers = min(MAX_WORKERS, max(1, -(-index.num_rows // config.shard_size)))
-    parts = _run_workers(ray, own, num_workers, observer, say, stop)
-    return summary_of_workers(config.out, index.num_images, parts, time.monotonic() - started)
-
-
-def _run_workers(
-    ray: Any, config: JobConfig, num_workers: int, observer: Observer, say: Say, stop: StopFlag
-) -> list[dict[str, Any]]:
+    started, limit = time.monotonic(), TimeLimit(config.time_limit)
+    own = with_absolute_paths(config.model_copy(update={"launcher": "local"}))
+    with limit.stopping(stop):
+        index = prepare_job(own, observer=observer, stop=stop, say=say)
     with _cluster(ray):
-        resources = {"num_gpus": 1} if _on_gpu(ray, config) else {"num_cpus": 1}
-        board = ray.remote(num_cpus=0)(Board).remote()
-        task = ray.remote(max_retries=MAX_RESTARTS, **resources)(_work)
-        options = [part.model_dump(mode="json", exclude_none=True) for part in parts_of(config, num_workers)]
-        pending = [task.remote(part, number, board) for number, part in enumerate(options)]
-        outcomes = []
-        while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
-            progress, lines = ray.get(board.read.remote([stop.why] * stop.requests))
-            for line in lines:
-                say(line)
-            if progress:
-                observer(joined([Progress(**each) for each in progress]))
-            outcomes += [_outcome(ray, each, say) for each in done]
-    return summaries_of(outcomes)
+        resources = {"num_gpus": 1} if _on_gpu(ray, own) else {"num_cpus": 1}
+        board = _board(ray)
+        task = ray.remote(max_retries=0, **resources)(work)
+        driver = Driver(
+            own,
+            ray=ray,
+            submit=lambda options, life: task.remote(options, life, board),
+            read_board=lambda *news: ray.get(board.read.remote(*news), timeout=BOARD_TIMEOUT_S),
+            resource="GPU" if "num_gpus" in resources else "CPU",
+            max_workers=max(1, -(-index.num_rows // own.shard_size)),
+            observer=observer,
+            say=say,
+            stop=stop,
+            started=started,
+            is_finished=lambda: folder_is_finished(own),
+        )
+        parts = driver.run()
+    seconds, stopped = time.monotonic() - started, driver.why_stopped is not None
+    return summary_of_workers(own.out, index.num_images, parts, seconds, stopped=stopped)
 
 
-def summaries_of(outcomes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The summaries among what workers handed in; an error only where there is none."""
-    summaries = [outcome["summary"] for outcome in outcomes if "summary" in outcome]
-    if summaries:
-        return summaries
-    error = next(outcome["error"] for outcome in outcomes)
-    kind = JobInterrupted if error["exit_code"] == JobInterrupted.exit_code else JobError
-    raise kind(error["message"], hint=error["hint"])
+def with_absolute_paths(config: JobConfig) -> JobConfig:
+    """With paths that name the same on every node; URLs and ids stay."""
+    model = os.path.expanduser(config.model)
+    return config.model_copy(
+        update={
+            "manifests": tuple(map(_absolute, config.manifests)),
+            "out": Path(os.path.abspath(config.out)),
+            "model": os.path.abspath(model) if os.path.isdir(model) else config.model,
+        }
+    )
+
+
+def _absolute(source: str) -> str:
+    is_url = "://" in source or "::" in source
+    return source if is_url else os.path.abspath(os.path.expanduser(source))
+
+
+def _board(ray: Any) -> Any:
+    """On the driver's own node: a node that is lost takes the job along only if it is the driver's."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=here)(Board).remote()
+
+
+@dataclass(eq=False, kw_only=True)
+class Worker(Record):
+    """A task over its lives; ``place`` and ``progress`` are of the last one, None before they are known."""
+
+    number: int
+    life: int = 0
+    place: Place | None = None
+    progress: Progress | None = None
+    is_cancelled: bool = False
+
+    def last_words(self, out: Path) -> LastWords:
+        """What its last life left, once it has died."""
+        words = LastWords(False, False) if self.place is None else last_words(out, *self.place)
+        has_told = self.progress is not None and self.progress.num_done > self.progress.num_resumed
+        return words._replace(has_drawn=words.has_drawn or has_told)
+
+
+class Driver:
+    """Submits tasks until the job is finished or they can do no more.
+
+    Args:
+        config: The job.
+        ray: The library.
+        submit: Submits a task with these options for a life, and returns its reference.
+        read_board: `Board.read` on the actor.
+        resource: What a task takes one of: as many run at a time as the cluster has.
+        max_workers: More would have nothing to do.
+        observer, say, stop: As of `job.run_task`, for all workers together.
+        started: When the job began, on the monotonic clock; its time limit counts from there.
+        is_finished: Whether every shard is published.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        ray: Any,
+        submit: Callable[[dict[str, Any], Life], Any],
+        read_board: Callable[[list[str], float | None], Any],
+        resource: str,
+        max_workers: int,
+        observer: Observer,
+        say: Say,
+        stop: StopFlag,
+        started: float,
+        is_finished: IsFinished,
+    ) -> None:
+        self._config, self._ray, self._submit_task, self._read_board = config, ray, submit, read_board
+        self._resource, self._max_workers = resource, max_workers
+        self._observer, self._say, self._stop, self._is_finished = observer, say, stop, is_finished
+        self._deadline = None if config.time_limit is None else started + config.time_limit
+        self._parts = parts_of(config, max(1, min(max_workers, self._num_slots())))
+        self._pending: dict[Any, Worker] = {}
+        self.workers: list[Worker] = []
+
+    @property
+    def why_stopped(self) -> str | None:
+        """Why no worker may begin any more; None while they may."""
+        if self._stop.requests:
+            return self._stop.why
+        left = self._seconds_left()
+        return REASON if left is not None and left <= 0 else None
+
+    def run(self) -> list[dict[str, Any]]:
+        """Runs all workers to their ends, and one of them again for what others that kept dying left.
+
+        Returns:
+            The summaries of those that ended in good order.
+
+        Raises:
+            JobError, JobInterrupted: See `summaries_of`.
+        """
+        self._run()
+        helper = None if self.why_stopped else helper_of(self.workers)
+        if helper is not None and not self._is_finished():
+            self._say(f"{helper.name} is submitted again for what others left")
+            self._submit(helper)
+            self._run()
+            if helper.has_done_all:
+                forgive(self.workers)
+        why = self.why_stopped
+        has_error = any(worker.error is not None for worker in self.workers)
+        is_finished = (has_error or why is not None) and self._is_finished()
+        return summaries_of(self.workers, is_finished=is_finished, why_stopped=why)
+
+    def _run(self) -> None:
+        while True:
+            if self.why_stopped is None:
+                self._submit_new_ones()
+            if not self._pending:
+                return
+            references = list(self._pending)
+            done, _ = self._ray.wait(references, num_returns=len(references), timeout=POLL_S)
+            has_talked = self._talk()
+            if has_talked and self.why_stopped is not None:  # who begins now hears of it from the board
+                self._cancel_those_that_wait()
+            for reference in done:
+                self._on_end(self._pending.pop(reference), reference)
+
+    def _num_slots(self) -> int:
+        return int(self._ray.cluster_resources().get(self._resource, 0))
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    def _submit_new_ones(self) -> None:
+        """As many workers as can run at a time, and one that waits for a machine that comes later."""
+        while len(self.workers) < min(self._max_workers, self._num_slots() + 1):
+            number = len(self.workers)
+            self.workers.append(Worker(name=f"worker {number}", number=number))
+            self._submit(self.workers[-1])
+
+    def _submit(self, worker: Worker) -> None:
+        worker.life += 1
+        worker.place = worker.progress = None
+        left = self._seconds_left()
+        part = self._parts[worker.number % len(self._parts)].model_copy(
+            update={"time_limit": None if left is None else max(1.0, left)}
+        )
+        options = part.model_dump(mode="json", exclude_none=True)
+        self._pending[self._submit_task(options, (worker.number, worker.life))] = worker
+
+    def _talk(self) -> bool:
+        """Tells workers of stops by way of the board, and the caller what they say; False if it is lost."""
+        try:
+            stops = [self._stop.why] * self._stop.requests
+            places, progress, lines = self._read_board(stops, self._seconds_left())
+        except self._ray.exceptions.RayError:  # it is being started again
+            return False
+        for line in lines:
+            self._say(line)
+        for worker in self.workers:
+            life = worker.number, worker.life
+            worker.place = places.get(life, worker.place)
+            if life in progress:
+                worker.progress = Progress(**progress[life])
+        if known := [worker.progress for worker in self.workers if worker.progress is not None]:
+            self._observer(joined(known))
+        return True
+
+    def _cancel_those_that_wait(self) -> None:
+        for reference, worker in self._pending.items():
+            if worker.place is None and not worker.is_cancelled:
+                worker.is_cancelled = True
+                self._ray.cancel(reference)
+
+    def _on_end(self, worker: Worker, reference: Any) -> None:
+        errors = self._ray.exceptions
+        try:
+            outcome: dict[str, Any] = self._ray.get(reference)
+        except errors.TaskCancelledError:
+            return
+        except errors.RayTaskError as error:  # a fault of the program
+            lines = str(error).strip().splitlines() or [""]
+            outcome = {"error": WorkerError(kind="", exit_code=1, message=lines[-1], hint=None)}
+        except errors.RayError as error:  # its process or node was lost
+            self._on_death(worker, (str(error).strip().splitlines() or [type(error).__name__])[0])
+            return
+        if "summary" in outcome:
+            worker.summaries.append(outcome["summary"])
+        elif "error" in outcome:
+            self._on_error(worker, outcome["error"])
+
+    def _on_error(self, worker: Worker, error: WorkerError) -> None:
+        worker.error = error
+        if error["exit_code"] != JobInterrupted.exit_code:
+            self._say(f"{worker.name} cannot go on: {error['message']}")
+        if too_many_failures(self.workers) is not None and not self._stop.requests:
+            self._stop.request("--max-failures")
+
+    def _on_death(self, worker: Worker, how: str) -> None:
+        if self.why_stopped is not None:
+            self._say(f"{worker.name} was lost: {how}")
+        elif worker.may_live_again(worker.last_words(self._config.out)):
+            self._say(f"{worker.name} was lost: {how}: submitted again")
+            self._submit(worker)
+        else:
+            worker.give_up(how)
+            self._say(f"{worker.name} was lost {worker.num_deaths} times without an image: given up")
 
 
 @contextmanager
@@ -139,76 +305,3 @@ def _on_gpu(ray: Any, config: JobConfig) -> bool:
     if config.device == "auto":
         return float(ray.cluster_resources().get("GPU", 0)) > 0
     return config.device.startswith("cuda")
-
-
-def _outcome(ray: Any, reference: Any, say: Say) -> dict[str, Any]:
-    try:
-        outcome: dict[str, Any] = ray.get(reference)
-    except ray.exceptions.RayError as error:  # its process or node was lost too often
-        first = str(error).strip().splitlines()[0]
-        outcome = {"error": {"exit_code": 1, "message": f"a worker was lost: {first}", "hint": None}}
-    if "error" in outcome and outcome["error"]["exit_code"] != JobInterrupted.exit_code:
-        say(f"a worker cannot go on: {outcome['error']['message']}")
-    return outcome
-
-
-def _work(options: dict[str, Any], number: int, board: Any) -> dict[str, Any]:
-    """The task: what is left of the job, as far as nobody else works on it."""
-    from offline_diffusion.job import run_task
-
-    stop = StopFlag()
-    with _reporting(number, board, stop) as reporter:
-        try:
-            config = make_job_config(options)
-            summary = run_task(
-                config,
-                observer=reporter.observe,
-                stop=stop,
-                say=reporter.lines.append,
-                own_process=True,
-            )
-        except OffdiffError as error:
-            return {
-                "error": {"exit_code": error.exit_code, "message": error.message, "hint": error.hint},
-            }
-    return {"summary": dataclasses.asdict(summary)}
-
-
-class _Reporter:
-    """What a worker has to say to the board since last time."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._progress: Progress | None = None
-
-    def observe(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def news(self) -> tuple[dict[str, Any] | None, list[str]]:
-        lines, self.lines[:] = list(self.lines), []
-        return None if self._progress is None else dataclasses.asdict(self._progress), lines
-
-
-@contextmanager
-def _reporting(number: int, board: Any, stop: StopFlag) -> Iterator[_Reporter]:
-    """Inside, tells the board every second and hears of stops there."""
-    ray = load_ray()
-    reporter, ended = _Reporter(), threading.Event()
-
-    def report() -> None:
-        stops = ray.get(board.report.remote(number, *reporter.news()))
-        for why in stops[stop.requests :]:
-            stop.request(why)
-
-    def keep_reporting() -> None:
-        while not ended.wait(POLL_S):
-            report()
-
-    thread = threading.Thread(target=keep_reporting, daemon=True)
-    thread.start()
-    try:
-        yield reporter
-    finally:
-        ended.set()
-        thread.join()
-        report()

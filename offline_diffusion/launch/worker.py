@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 from offline_diffusion.config import make_job_config
 from offline_diffusion.errors import OffdiffError
+from offline_diffusion.launch.outcome import WorkerError, error_of
 from offline_diffusion.progress import Progress, StopFlag
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Event(TypedDict, total=False):
     progress: dict[str, Any]
     say: str
     summary: dict[str, Any]
-    error: dict[str, Any]
+    error: WorkerError
 
 
 class Speaker:
@@ -73,7 +74,7 @@ def main() -> None:
     try:
         summary = _run(options, speaker, stop)
     except OffdiffError as error:
-        speaker.send({"error": {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}})
+        speaker.send({"error": error_of(error)})
     else:
         speaker.send({"summary": dataclasses.asdict(summary)})
 

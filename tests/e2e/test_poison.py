@@ -55,14 +55,8 @@ def test_two_poison_rows_take_two_crashes_each(tmp_path: Path) -> None:
     assert [row["error_type"] for row in failed] == ["crash", "crash"]
 
 
-def test_one_command_with_devices_gets_through(tmp_path: Path) -> None:
-    """The supervisor starts its worker again; nobody has to."""
-    rows = make_rows(16)
-    rows[3]["prompt"] = "ABORT"
-    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
-    code = (
-        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        + """
+SUPERVISED = f"""
+import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
 import poison_worker
 from offline_diffusion import job
 from offline_diffusion.launch import local
@@ -76,22 +70,39 @@ else:
     local.Supervisor.__init__.__kwdefaults__["command"] = lambda: command
     main()
 """
-    )
+
+
+def run_supervised(tmp_path: Path, manifest: Path, out: Path, devices: str) -> tuple[int, str]:
+    """With workers of ``--devices`` that die of deadly prompts; exit code and standard error."""
     script = tmp_path / "deadly.py"
-    script.write_text(code)
-    command = [
-        sys.executable,
-        str(script),
-        "run",
-        str(manifest),
-        "--out",
-        str(out),
-        *FLAGS,
-        "--devices=cpu,cpu",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert result.returncode == 3, result.stderr
-    assert result.stderr.count("died of SIGABRT: started again") == 2
+    script.write_text(SUPERVISED)
+    command = [sys.executable, str(script), "run", str(manifest), "--out", str(out), *FLAGS]
+    result = subprocess.run(
+        [*command, f"--devices={devices}"], capture_output=True, text=True, check=False, timeout=200
+    )
+    return result.returncode, result.stderr
+
+
+def test_one_command_with_devices_gets_through(tmp_path: Path) -> None:
+    """The supervisor starts its worker again; nobody has to."""
+    rows = make_rows(16)
+    rows[3]["prompt"] = "ABORT"
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
+    code, stderr = run_supervised(tmp_path, manifest, out, "cpu,cpu")
+    assert code == 3, stderr
+    assert stderr.count("died of SIGABRT: started again") == 2
     assert [row["row"] for row in read_table(out, "failures")] == [3]
     assert len(pixels_by_key(out)) == 15
-    assert "done: 15 of 16 images" in result.stderr
+    assert "done: 15 of 16 images" in stderr
+
+
+def test_one_worker_gets_through_a_pack_of_poison(tmp_path: Path) -> None:
+    """Each life convicts one row and dies of the next, before it could tell that it had done anything."""
+    rows = make_rows(16)
+    for row in rows[2:7]:
+        row["prompt"] = "ABORT"
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
+    code, stderr = run_supervised(tmp_path, manifest, out, "cpu")
+    assert code == 3, stderr
+    assert sorted(row["row"] for row in read_table(out, "failures")) == [2, 3, 4, 5, 6]
+    assert len(pixels_by_key(out)) == 11

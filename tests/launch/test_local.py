@@ -11,17 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_fakes import SMALL, Runner, make_rows, write_jsonl
 
 from offline_diffusion.config import JobConfig, make_job_config
-from offline_diffusion.errors import JobError, JobInterrupted
-from offline_diffusion.launch.local import MAX_RESTARTS, Supervisor, joined
+from offline_diffusion.errors import JobError, JobInterrupted, TooManyFailuresError, UsageError
+from offline_diffusion.launch import local
+from offline_diffusion.launch.local import Supervisor, joined, run_on_devices
+from offline_diffusion.launch.outcome import MAX_CONVICTED, MAX_RESTARTS, folder_is_finished
 from offline_diffusion.progress import Progress, StopFlag
 
-SCRIPT = """
-import json, os, signal, sys, time
+SCRIPT = r"""
+import json, os, signal, socket, sys, time
 from pathlib import Path
 options = json.loads(sys.stdin.readline())
 def send(**event): print(json.dumps(event), flush=True)
+def end(interrupted=False, **summary): send(summary=summary | {"interrupted": interrupted})
+def fail(code, message, kind="JobError", hint=None):
+    send(error={"kind": kind, "exit_code": code, "message": message, "hint": hint})
+def die_over(*rows, cause="Fatal Python error: Aborted", drawn=()):
+    # As a process that crashes: its log of flights and its traceback stay.
+    folder = Path(options["out"]) / "_state" / "flights"
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"{socket.gethostname()}_{os.getpid()}_ab12.log"
+    log.write_text("".join(f"+{row}:0\n-{row}:0\n" for row in drawn) + "".join(f"+{row}:0\n" for row in rows))
+    log.with_suffix(".crash").write_text(cause + "\n")
+    os.abort()
 def progress(**counts): send(progress={"phase": "running", **counts})
 lives = Path(options["out"]) / (options["device"] + ".lives")
 with lives.open("a") as file: file.write("x")
@@ -38,16 +52,23 @@ class Bench:
         self.said: list[str] = []
         self.seen: list[Progress] = []
         self.stop = StopFlag()
+        self.is_finished = False
+        self.started = time.monotonic()
 
-    def run(self, behaviour: str, devices: Sequence[str] = ("cpu",)) -> list[dict[str, Any]]:
+    def run(
+        self, behaviour: str, devices: Sequence[str] = ("cpu",), time_limit: float | None = None
+    ) -> list[dict[str, Any]]:
+        (self.folder / "_state" / "tmp").mkdir(parents=True, exist_ok=True)
         script = self.folder / "behaviour.py"
         script.write_text(behaviour)
-        configs = [self.config(device) for device in devices]
+        configs = [self.config(device).model_copy(update={"time_limit": time_limit}) for device in devices]
         supervisor = Supervisor(
             configs,
             observer=self.seen.append,
             say=self.said.append,
             stop=self.stop,
+            started=self.started,
+            is_finished=lambda: self.is_finished,
             command=lambda: [sys.executable, "-c", SCRIPT, str(script)],
         )
         self.supervisor = supervisor
@@ -66,7 +87,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_workers_get_their_options_and_hand_in_summaries(bench: Bench) -> None:
-    found = bench.run("send(summary={'device': options['device']})", devices=["cuda:0", "cuda:1"])
+    found = bench.run("end(device=options['device'])", devices=["cuda:0", "cuda:1"])
     assert sorted(summary["device"] for summary in found) == ["cuda:0", "cuda:1"]
     assert [bench.num_lives(device) for device in ("cuda:0", "cuda:1")] == [1, 1]
 
@@ -77,7 +98,7 @@ if options["device"] == "cuda:0" and life == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if options["device"] == "cuda:1":
     time.sleep(0.3)
-send(summary={"device": options["device"], "life": life})
+end(device=options["device"], life=life)
 """
     found = bench.run(behaviour, devices=["cuda:0", "cuda:1"])
     assert {summary["device"]: summary["life"] for summary in found} == {"cuda:0": 2, "cuda:1": 1}
@@ -85,7 +106,7 @@ send(summary={"device": options["device"], "life": life})
 
 
 def test_a_worker_that_only_dies_is_given_up(bench: Bench) -> None:
-    with pytest.raises(JobError, match="every worker died"):
+    with pytest.raises(JobError, match="worker 0 on cpu died of SIGABRT, 4 times without an image"):
         bench.run("os.abort()")
     assert bench.num_lives() == 1 + MAX_RESTARTS
     assert "given up" in bench.said[-1]
@@ -96,27 +117,169 @@ def test_a_worker_that_draws_between_its_deaths_is_not_given_up(bench: Bench) ->
 if life <= 3 * {MAX_RESTARTS}:
     progress(num_done=life)
     os.abort()
-send(summary={{"life": life}})
+end(life=life)
 """
-    assert bench.run(behaviour) == [{"life": 3 * MAX_RESTARTS + 1}]
+    assert bench.run(behaviour) == [{"life": 3 * MAX_RESTARTS + 1, "interrupted": False}]
 
 
 def test_an_error_is_the_jobs_when_no_worker_is_left(bench: Bench) -> None:
     with pytest.raises(JobError, match="no room") as caught:
-        bench.run("send(error={'exit_code': 1, 'message': 'no room', 'hint': 'make some'})")
+        bench.run("fail(1, 'no room', hint='make some')")
     assert caught.value.hint == "make some"
     assert bench.num_lives() == 1
 
 
-def test_an_error_of_one_worker_is_said_and_the_others_finish(bench: Bench) -> None:
+ONE_FAILS = """
+if options["device"] == "cuda:0":
+    fail(CODE, "disk full")
+else:
+    end(ok=1)
+"""
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1, JobError), (75, JobInterrupted)])
+def test_an_error_is_the_jobs_when_shards_are_left(bench: Bench, code: int, kind: type[Exception]) -> None:
+    """Though another worker ended in good order: the exit code must not be 0."""
+    with pytest.raises(kind, match="disk full"):
+        bench.run(ONE_FAILS.replace("CODE", str(code)), devices=["cuda:0", "cuda:1"])
+
+
+def test_an_error_is_only_said_when_the_others_finish(bench: Bench) -> None:
+    bench.is_finished = True
+    found = bench.run(ONE_FAILS.replace("CODE", "1"), devices=["cuda:0", "cuda:1"])
+    assert [summary["ok"] for summary in found] == [1]
+    assert bench.said == ["worker 0 on cuda:0 cannot go on: disk full"]
+
+
+def test_an_error_for_good_goes_before_one_that_passes(bench: Bench) -> None:
     behaviour = """
 if options["device"] == "cuda:0":
-    send(error={"exit_code": 1, "message": "no such device", "hint": None})
+    fail(75, "disk full")
 else:
-    send(summary={"ok": 1})
+    fail(1, "no such model")
 """
-    assert bench.run(behaviour, devices=["cuda:0", "cuda:1"]) == [{"ok": 1}]
-    assert bench.said == ["worker 0 on cuda:0 cannot go on: no such device"]
+    with pytest.raises(JobError, match="no such model"):
+        bench.run(behaviour, devices=["cuda:0", "cuda:1"])
+
+
+def test_too_many_failures_of_one_worker_end_the_job(bench: Bench) -> None:
+    bench.is_finished = True
+    behaviour = """
+if options["device"] == "cuda:0":
+    fail(1, "9 images failed", kind="TooManyFailuresError")
+else:
+    end(interrupted=True, why=sys.stdin.readline())
+"""
+    with pytest.raises(TooManyFailuresError, match="9 images failed"):
+        bench.run(behaviour, devices=["cuda:0", "cuda:1"])
+    assert [worker.summaries for worker in bench.supervisor.workers] == [
+        [],
+        [{"interrupted": True, "why": "--max-failures\n"}],
+    ]
+
+
+HELPER = """
+if options["device"] == "cuda:0":
+    os.abort()
+if life == 2:
+    HELP
+end(life=life)
+"""
+
+
+def test_a_finished_worker_does_what_one_that_was_given_up_left(bench: Bench) -> None:
+    found = bench.run(HELPER.replace("HELP", "pass"), devices=["cuda:0", "cuda:1"])
+    assert [summary["life"] for summary in found] == [1, 2]
+    assert (bench.num_lives("cuda:0"), bench.num_lives("cuda:1")) == (1 + MAX_RESTARTS, 2)
+
+
+def test_what_nobody_could_do_is_an_error(bench: Bench) -> None:
+    with pytest.raises(JobError, match="worker 0 on cuda:0 died of SIGABRT"):
+        bench.run(HELPER.replace("HELP", "fail(1, 'no'); sys.exit()"), devices=["cuda:0", "cuda:1"])
+    assert bench.num_lives("cuda:1") == 2
+
+
+def test_rows_that_crash_one_after_the_other_do_not_use_up_the_restarts(bench: Bench) -> None:
+    """Lives that draw nothing and last too short to tell anything; each leaves one image convicted."""
+    num_rows = 3 * MAX_RESTARTS
+    found = bench.run(f"if life <= {num_rows}: die_over(life)\nend(life=life)")
+    assert found == [{"life": num_rows + 1, "interrupted": False}]
+    assert len(list((bench.folder / "_state" / "deaths").iterdir())) == num_rows
+
+
+def test_a_life_that_drew_counts_though_it_had_no_time_to_say_so(bench: Bench) -> None:
+    num_lives = 3 * MAX_RESTARTS
+    found = bench.run(f"if life <= {num_lives}: die_over(1, 2, cause='', drawn=[life])\nend(life=life)")
+    assert found == [{"life": num_lives + 1, "interrupted": False}]
+
+
+def test_a_device_that_crashes_over_every_image_is_given_up(bench: Bench) -> None:
+    with pytest.raises(JobError, match="given up"):
+        bench.run("die_over(life)")
+    assert bench.num_lives() == 1 + MAX_CONVICTED
+
+
+def test_crashes_in_company_are_deaths_like_others(bench: Bench) -> None:
+    with pytest.raises(JobError, match="given up"):
+        bench.run("die_over(1, 2)")
+    assert bench.num_lives() == 1 + MAX_RESTARTS
+
+
+FREEZE = """
+if options["device"] == "cuda:0":
+    progress()
+    os.kill(os.getpid(), signal.SIGSTOP)
+end(interrupted=STOPPED)
+"""
+
+
+def test_a_frozen_worker_is_killed_once_all_is_done(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(local, "SILENCE_S", 0.2)
+    bench.is_finished = True
+    found = bench.run(FREEZE.replace("STOPPED", "False"), devices=["cuda:0", "cuda:1"])
+    assert found == [{"interrupted": False}]
+    assert bench.said == ["worker 0 on cuda:0 does not end: killed"]
+
+
+def test_a_frozen_worker_is_killed_after_a_second_stop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "PATIENCE_S", 0.2)
+    bench.stop.request("SIGTERM")
+    bench.stop.request("SIGTERM")
+    found = bench.run(FREEZE.replace("STOPPED", "True"), devices=["cuda:0", "cuda:1"])
+    assert found == [{"interrupted": True}]
+    assert bench.num_lives("cuda:0") == 1
+
+
+def test_a_silent_worker_is_left_alone_while_there_is_work(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(local, "SILENCE_S", 0.0)
+    assert bench.run("time.sleep(0.8); end(ok=1)") == [{"ok": 1, "interrupted": False}]
+
+
+def test_the_time_limit_counts_from_the_start_of_the_job(bench: Bench) -> None:
+    """What preparing took is gone for the workers."""
+    bench.started = time.monotonic() - 600
+    (summary,) = bench.run("end(limit=options['time_limit'])", time_limit=1000.0)
+    assert 380 < summary["limit"] <= 400
+
+
+def test_the_time_limit_ends_the_scan(tmp_path: Path) -> None:
+    manifest = write_jsonl(tmp_path / "m.jsonl", make_rows(60_000))
+    config = make_job_config(
+        {"manifests": [str(manifest)], "out": tmp_path / "out", "devices": "cpu,cpu", "time_limit": 0.05}
+    )
+    with pytest.raises(JobInterrupted, match="time limit: stopped while scanning"):
+        run_on_devices(config, observer=lambda _: None, say=print, stop=StopFlag())
+
+
+def test_standard_input_is_refused(tmp_path: Path) -> None:
+    config = make_job_config({"manifests": ["-"], "out": tmp_path / "out", "devices": "cpu,cpu"})
+    with pytest.raises(UsageError, match="--devices: the manifest cannot be '-'"):
+        run_on_devices(config, observer=lambda _: None, say=print, stop=StopFlag())
+    assert not (tmp_path / "out").exists()
 
 
 def test_stops_are_passed_on_once_each(bench: Bench) -> None:
@@ -124,7 +287,7 @@ def test_stops_are_passed_on_once_each(bench: Bench) -> None:
 progress()
 first = sys.stdin.readline().strip()
 progress(num_done=1)
-send(summary={"stops": [first, sys.stdin.readline().strip()]})
+end(stops=[first, sys.stdin.readline().strip()])
 """
 
     def stop_twice() -> None:
@@ -137,25 +300,25 @@ send(summary={"stops": [first, sys.stdin.readline().strip()]})
 
     thread = threading.Thread(target=stop_twice)
     thread.start()
-    assert bench.run(behaviour) == [{"stops": ["SIGTERM", "SIGTERM"]}]
+    assert bench.run(behaviour) == [{"stops": ["SIGTERM", "SIGTERM"], "interrupted": False}]
     thread.join()
 
 
 def test_a_stop_before_anything_began_is_an_interruption(bench: Bench) -> None:
     bench.stop.request("SIGINT")
     with pytest.raises(JobInterrupted, match="stopped while scanning"):
-        bench.run("send(error={'exit_code': 75, 'message': 'stopped while scanning', 'hint': None})")
+        bench.run("fail(75, 'stopped while scanning')")
 
 
 def test_a_worker_that_dies_while_stopping_stays_dead(bench: Bench) -> None:
     bench.stop.request("SIGTERM")
-    with pytest.raises(JobError):
+    with pytest.raises(JobInterrupted, match="SIGTERM"):
         bench.run("os.abort()")
     assert bench.num_lives() == 1
 
 
 def test_garbage_on_standard_output_is_no_event(bench: Bench) -> None:
-    assert bench.run("print('hello'); print('{'); send(summary={'ok': 1})") == [{"ok": 1}]
+    assert bench.run("print('hello'); print('{'); end(ok=1)") == [{"ok": 1, "interrupted": False}]
 
 
 def test_progress_adds_up() -> None:
@@ -195,5 +358,24 @@ def test_the_real_worker_says_what_is_wrong(tmp_path: Path) -> None:
     config = make_job_config({"manifests": [str(tmp_path / "missing.jsonl")], "out": tmp_path / "out"})
     said: list[str] = []
     with pytest.raises(JobError, match="missing"):
-        Supervisor([config], observer=lambda _: None, say=said.append, stop=StopFlag()).run()
+        Supervisor(
+            [config],
+            observer=lambda _: None,
+            say=said.append,
+            stop=StopFlag(),
+            started=time.monotonic(),
+            is_finished=lambda: False,
+        ).run()
     assert json.loads(config.model_dump_json())["device"] == "auto"
+
+
+def test_a_folder_is_finished_when_all_is_published_and_whole(tmp_path: Path) -> None:
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(4)), tmp_path / "out"
+    config = make_job_config({"manifests": [str(manifest)], "out": out})
+    assert not folder_is_finished(config)
+    Runner().run(manifest, out, shard_size=2, **SMALL)
+    assert folder_is_finished(config)
+    assert not folder_is_finished(config.model_copy(update={"retry_failed": True}))
+    first = sorted((out / "images").glob("*.parquet"))[0]
+    first.write_bytes(first.read_bytes()[:-1])
+    assert not folder_is_finished(config), "a broken shard is still to be made again"

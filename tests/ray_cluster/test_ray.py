@@ -16,9 +16,9 @@ from job_fakes import Runner, contents, make_rows, write_jsonl
 
 from offline_diffusion.config import make_job_config
 from offline_diffusion.data.verify import verify
-from offline_diffusion.errors import JobInterrupted, ManifestError
+from offline_diffusion.errors import ManifestError
 from offline_diffusion.job import JobSummary
-from offline_diffusion.launch.ray import run_on_ray, summaries_of
+from offline_diffusion.launch.ray import run_on_ray
 from offline_diffusion.progress import Progress, StopFlag
 
 ray = pytest.importorskip("ray", reason="the package ray is not installed (make test-ray does)")
@@ -104,17 +104,21 @@ def test_a_stop_ends_all_workers_and_the_job_goes_on(cluster: None, tmp_path: Pa
     thread.start()
     assert run(manifest, out, steps=150, stop=stop).interrupted
     thread.join(5)
+    assert len(heartbeats(out)) <= 2, "a task that waited for its place has drawn after the stop"
     assert not run(manifest, out, steps=150).interrupted
     assert (verify(out).num_problems, verify(out).num_images) == (0, 40)
+
+
+def test_relative_paths_name_the_drivers_files(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers have a folder of their own to be in."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "m.jsonl", make_rows(10))
+    assert run(Path("m.jsonl"), Path("out"), steps=2).num_ok == 10
+    assert verify(tmp_path / "out").num_images == 10
 
 
 def test_a_missing_manifest_is_a_clear_error(cluster: None, tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="missing"):
         run(tmp_path / "missing.jsonl", tmp_path / "out", steps=2)
-
-
-def test_an_error_counts_only_where_nothing_was_done() -> None:
-    error = {"error": {"exit_code": 75, "message": "stopped", "hint": None}}
-    assert summaries_of([error, {"summary": {"num_ok": 1}}]) == [{"num_ok": 1}]
-    with pytest.raises(JobInterrupted, match="stopped"):
-        summaries_of([error])
