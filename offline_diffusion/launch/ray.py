@@ -166,6 +166,7 @@ def _work(options: dict[str, Any], number: int, board: Any) -> dict[str, Any]:
                 stop=stop,
                 say=reporter.lines.append,
                 own_process=True,
+                is_part=True,
             )
         except OffdiffError as error:
             return {
