@@ -95,3 +95,17 @@ else:
     assert [row["row"] for row in read_table(out, "failures")] == [3]
     assert len(pixels_by_key(out)) == 15
     assert "done: 15 of 16 images" in result.stderr
+
+
+def test_another_manifests_row_is_not_set_aside_for_crashes_of_the_old(tmp_path: Path) -> None:
+    """Row 2 crashed twice; then the manifest has an innocent row there."""
+    rows = make_rows(8)
+    rows[2]["prompt"] = "ABORT"
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
+    assert [run(manifest, out).returncode for _ in range(2)] == [-signal.SIGABRT] * 2
+    mended = write_jsonl(tmp_path / "mended.jsonl", make_rows(8))
+    result = run(mended, out, "--allow-manifest-change")
+    assert result.returncode == 0, result.stderr
+    assert len(pixels_by_key(out)) == 8
+    assert not list((out / "_state" / "deaths").iterdir())
+    assert not list((out / "_state" / "flights").iterdir())
