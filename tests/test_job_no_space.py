@@ -78,6 +78,22 @@ def test_it_ends_with_75_where_there_is_none(
     assert Runner().run(manifest, tmp_path / "out", **OPTIONS).num_ok == 8
 
 
+def test_the_last_card_waits_for_space_too(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all is published no thread but the job's own writes it."""
+    Runner().run(manifest, tmp_path / "out", **OPTIONS)
+    monkeypatch.setattr(disk_full, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(card, "replace_file", failing(card.replace_file, 2))
+    said: list[str] = []
+    assert Runner().run(manifest, tmp_path / "out", say=said.append, **OPTIONS).num_ok == 8
+    assert len(said) == 1
+    monkeypatch.setattr(disk_full, "PAUSE_S", 0.05)
+    monkeypatch.setattr(card, "replace_file", failing(card.replace_file, float("inf")))
+    with pytest.raises(JobInterrupted):
+        Runner().run(manifest, tmp_path / "out", **OPTIONS)
+
+
 def test_a_request_to_stop_ends_the_wait(
     manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
