@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
 
 from offline_diffusion.config import JobConfig
-from offline_diffusion.data.deaths import FlightLog, Suspicion, suspicions_of
+from offline_diffusion.data.deaths import Flight, FlightLog, Suspicion, suspicions_of
+from offline_diffusion.data.disk_full import Patience
 from offline_diffusion.data.layout import Shard, make_shards
+from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.partial import ImageKey
@@ -54,24 +56,27 @@ def unfinished_shards(
     manifest: Manifest,
     index: ManifestIndex,
     capabilities: Capabilities,
+    retried: Collection[int],
 ) -> dict[int, Marker | None]:
-    """Shards not published yet, and with ``--retry-failed`` those where something may go better now.
+    """Shards not published yet, and those to retry where something may go better now.
 
     Args:
         markers: What is published, by shard.
         config: The job.
         manifest, index: All rows.
         capabilities: Of the model.
+        retried: Published shards whose failures may be made again, by index.
 
     Returns:
         By index, each with the publication that is to be made again, if any.
     """
     shards = make_shards(index.num_rows, config.shard_size)
     wanted = set(range(len(shards))) - markers.keys()
-    if config.retry_failed:
-        wanted |= {number for number, marker in markers.items() if marker.num_failed}
+    failed = {n: each for n, each in markers.items() if n in retried and each.has_failures}
+    if failed:
+        wanted |= {number for number, marker in failed.items() if marker.num_failed}
         wanted |= with_other_faults(
-            [(shards[n], each.num_invalid_rows) for n, each in markers.items() if each.has_failures],
+            [(shards[number], each.num_invalid_rows) for number, each in failed.items()],
             manifest=manifest,
             index=index,
             capabilities=capabilities,
@@ -112,6 +117,28 @@ def _resolve(
     return row if isinstance(row, RowFault) else resolve_row(row, capabilities, defaults)
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenShard:
+    """A shard whose images are handed out.
+
+    Args:
+        shard: Which.
+        number: Of the publication that is being made.
+        row_hashes: By row.
+    """
+
+    shard: Shard
+    number: int
+    row_hashes: Mapping[int, str]
+
+    def flight(self, image: ImageTask, step: int) -> Flight:
+        """What the log is told of an image that is begun at a step."""
+        row, index = image.key
+        return Flight(
+            row=row, image_index=index, row_hash=self.row_hashes[row], number=self.number, step=step
+        )
+
+
 @dataclass(kw_only=True)
 class Feed:
     """Opens shards and hands their images to the engine, each made when its turn comes.
@@ -135,6 +162,7 @@ class Feed:
     saver: StepSaver
     queue: ShardQueue
     flights: FlightLog
+    patience: Patience
     say: Say
     open: bool = True
     pending: dict[str, tuple[int, ImageTask]] = field(default_factory=dict)
@@ -143,9 +171,10 @@ class Feed:
 
     def __post_init__(self) -> None:
         self._rows = RowReader(self.manifest, duplicates=self.index.duplicates)
-        self._images: Iterator[tuple[Shard, ImageTask]] = iter(())
+        self._images: Iterator[tuple[_OpenShard, ImageTask]] = iter(())
         self._begun: States = {}  # of the shard opened last, until they are at the engine
-        self._suspects: deque[tuple[Shard, ImageTask]] = deque()
+        self._suspects: deque[tuple[_OpenShard, ImageTask]] = deque()
+        self._flights: dict[str, Flight] = {}  # of what is pending
         self._suspect_at_engine: str | None = None
         self.tally.num_rows = self.queue.num_rows_ahead
 
@@ -160,8 +189,8 @@ class Feed:
             self._hand_over(engine, *item)
         elif self.queue.is_helping and engine.num_waiting > engine.num_running:
             return  # enough to do: whoever needs the next shard first may have it
-        elif (claimed := self.queue.take()) is not None:
-            self._images = zip(repeat(claimed.shard), self._open_shard(claimed), strict=False)
+        elif (claimed := self.patience.do(self.queue.take)) is not None:
+            self._images = self._open_shard(claimed)
             self.tally.check_failures(self.config.max_failures)
         elif self.queue.is_open:
             engine.close_source()  # as far as is known; what a dead worker left may follow
@@ -171,14 +200,21 @@ class Feed:
             self.open = False
             engine.close_source()
 
-    def _hand_over(self, engine: Engine, shard: Shard, image: ImageTask) -> None:
-        self.pending[image.request.request_id] = (shard.index, image)
-        with self.flights.during(image.key):  # its text is read
+    def _hand_over(self, engine: Engine, opened: _OpenShard, image: ImageTask) -> None:
+        request_id = image.request.request_id
+        self.pending[request_id] = (opened.shard.index, image)
+        flight = self._flights[request_id] = opened.flight(image, self.steps_before.get(request_id, 0))
+        with self.flights.during(flight):  # its text is read
             engine.add_request(image.request, self._begun.pop(image.key, None))
 
     def on_start(self, request_id: str) -> None:
         """The engine begins with an image: it is in flight until it is handed out."""
-        self.flights.begin(self.pending[request_id][1].key)
+        self.flights.begin(self._flights[request_id])
+
+    def take_back(self, request_id: str) -> tuple[int, ImageTask]:
+        """The engine has handed an image out; returns its shard's index and the image."""
+        self.flights.end(self._flights.pop(request_id).key)
+        return self.pending.pop(request_id)
 
     def work(self, image: ImageTask) -> float:
         """FLOPs of what an image's denoising takes in this run, its text tokens left out."""
@@ -197,7 +233,7 @@ class Feed:
             )
         return rows
 
-    def _open_shard(self, claimed: ClaimedShard) -> Iterator[ImageTask]:
+    def _open_shard(self, claimed: ClaimedShard) -> Iterator[tuple[_OpenShard, ImageTask]]:
         """The images of a shard that are not there yet."""
         shard = claimed.shard
         rows = self._read_rows(shard)
@@ -229,18 +265,25 @@ class Feed:
             for index in range(len(images))
             if (images.row, index) not in finished and (images.row, index) not in begun
         )
-        images_left = chain(first, others)
-        suspicions = suspicions_of(self.config.out, range(shard.start, shard.stop))
+        number = Ledger(self.config.out).next_number(shard)
+        opened = _OpenShard(shard, number, {row.row: row.content_hash for row in rows})
+        images_left = zip(repeat(opened), chain(first, others), strict=False)
+        steps = {key: state.step_index for key, state in self._begun.items()}
+        suspicions = suspicions_of(self.config.out, opened.row_hashes, number=number, steps=steps)
         if not suspicions:
             return images_left
-        return self._without_suspects(shard, images_left, suspicions)
+        return self._without_suspects(opened, images_left, suspicions)
 
     def _without_suspects(
-        self, shard: Shard, images: Iterator[ImageTask], suspicions: Mapping[ImageKey, Suspicion]
-    ) -> Iterator[ImageTask]:
+        self,
+        opened: _OpenShard,
+        images: Iterator[tuple[_OpenShard, ImageTask]],
+        suspicions: Mapping[ImageKey, Suspicion],
+    ) -> Iterator[tuple[_OpenShard, ImageTask]]:
         """Sets aside what is not to be drawn again, and for later what is to be drawn alone."""
+        shard = opened.shard
         others = []
-        for image in images:
+        for _, image in images:
             suspicion = suspicions.get(image.key, Suspicion())
             if (verdict := suspicion.verdict) is not None:
                 output = RequestOutput(
@@ -254,9 +297,9 @@ class Feed:
                 self.sink.submit(shard.index, image, output)
                 self.tally.num_failed += 1
             elif suspicion.isolate:
-                self._suspects.append((shard, image))
+                self._suspects.append((opened, image))
             else:
-                others.append(image)
+                others.append((opened, image))
         if self._suspects:
             count = plural(len(self._suspects), "image")
             self.say(f"{shard.stem}: {count} in flight when a worker died, now drawn one at a time")

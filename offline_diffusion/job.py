@@ -7,32 +7,30 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offline_diffusion.config import JobConfig
 from offline_diffusion.data.card import write_card
 from offline_diffusion.data.claims import Claims
-from offline_diffusion.data.deaths import FlightLog, forget_deaths
+from offline_diffusion.data.deaths import FlightLog, forget_deaths, sweep_flights
+from offline_diffusion.data.disk_full import Patience
 from offline_diffusion.data.heartbeat import drop_old_heartbeats
 from offline_diffusion.data.layout import PROFILE
 from offline_diffusion.data.ledger import Ledger
-from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.plan import assign_shards
 from offline_diffusion.data.process import new_worker_name
 from offline_diffusion.data.quick_check import broken_lines, find_broken
-from offline_diffusion.data.rows import ManifestRow, RowFault
-from offline_diffusion.data.scan import ManifestIndex, scan
+from offline_diffusion.data.retries import numbers_at_begin, tell_workers, told_to_workers
+from offline_diffusion.data.scan import ManifestIndex
 from offline_diffusion.data.shard_queue import ShardQueue
 from offline_diffusion.data.sink import Sink
-from offline_diffusion.data.work import ShardCosts, WorkMeter
 from offline_diffusion.engine.cost import MeasuredCost, measured_cost
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
-from offline_diffusion.errors import JobInterrupted, OffdiffError
+from offline_diffusion.errors import OffdiffError
 from offline_diffusion.feed import Feed, row_defaults, unfinished_shards
-from offline_diffusion.identity import job_identity
-from offline_diffusion.models.registry import Checkpoint, find_checkpoint
+from offline_diffusion.models.registry import Checkpoint
+from offline_diffusion.preparation import Preparation, Prepared
 from offline_diffusion.progress import (
     Observer,
     Phase,
@@ -57,7 +55,6 @@ __all__ = ["JobSummary", "Progress", "StopFlag", "row_defaults", "run_task"]
 
 PROGRESS_INTERVAL_S = 0.25
 WAIT_S = 0.05
-SCAN_REPORT_ROWS = 5_000
 NUM_ENCODE_THREADS = min(8, os.cpu_count() or 1)
 
 MakeEngine = Callable[[JobConfig, Checkpoint], "Engine"]
@@ -71,6 +68,7 @@ def run_task(
     say: Say | None = None,
     make_engine: MakeEngine | None = None,
     own_process: bool = False,
+    is_part: bool = False,
 ) -> JobSummary:
     """Runs what is left of one task's share, then helps with what nobody works on.
 
@@ -82,6 +80,7 @@ def run_task(
         make_engine: Replaces the loading of the model.
         own_process: This process does nothing else: the traceback of a crash goes to the output folder, where
             the next run finds it.
+        is_part: Of a command that began with `prepare_job`.
 
     Raises:
         JobInterrupted: Asked to stop before the manifest was read through.
@@ -94,6 +93,7 @@ def run_task(
         say or _ignore,
         make_engine or _load_engine,
         own_process,
+        is_part,
     )
     with task.time_limit.stopping(task.stop):
         return _run_profiled(task) if config.profile else task.run()
@@ -102,7 +102,11 @@ def run_task(
 def prepare_job(config: JobConfig, *, observer: Observer, stop: StopFlag, say: Say) -> ManifestIndex:
     """Does once what several workers of a job would each do before they begin; see `run_task`."""
     task = _Task(config, observer, stop, say, _load_engine)
-    return task.prepare()[-1]
+    prepared = task.prepare()
+    if config.retry_failed:
+        numbers = task.numbers_to_retry(prepared.ledger)
+        task.patience.do(lambda: tell_workers(prepared.ledger.out, numbers))
+    return prepared.index
 
 
 def _run_profiled(task: _Task) -> JobSummary:
@@ -142,6 +146,7 @@ class _Task:
     say: Say
     make_engine: MakeEngine
     own_process: bool = False
+    is_part: bool = False
     tally: Tally = field(default_factory=Tally)
     profiler: Profiler | None = None
     cost: MeasuredCost | None = None
@@ -150,76 +155,59 @@ class _Task:
 
     def __post_init__(self) -> None:
         self.time_limit = TimeLimit(self.config.time_limit)
+        self.patience = Patience(self.config.out, self.say, lambda: self.stop.requests > 0)
 
     @property
     def stages(self) -> Stages:
         return self.profiler or NO_STAGES
 
-    def prepare(self) -> tuple[Manifest, Checkpoint, Ledger, ManifestIndex]:
-        """Reads the manifest through, unless an earlier run did, and takes the output folder for the job."""
-        config = self.config
-        manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
-        checkpoint = find_checkpoint(config.model, config.revision)
-        ledger = Ledger(config.out)
-        index_folder = ledger.out / "_state" / "manifest"
-        index = self._index(manifest, index_folder, checkpoint)
-        for note in manifest.notes:
-            self.say(note)
-        if config.num_tasks > 1 and not manifest.can_jump:
-            self.say("the manifest cannot be read in jumps: other tasks' shards are taken in order")
-        ledger.open(
-            job_identity(config, checkpoint, index), allow_manifest_change=config.allow_manifest_change
-        )
-        index.save(index_folder)
-        return manifest, checkpoint, ledger, index
+    def prepare(self) -> Prepared:
+        return Preparation(
+            config=self.config,
+            observer=self.observer,
+            stop=self.stop,
+            say=self.say,
+            stages=self.stages,
+            patience=self.patience,
+        ).run()
+
+    def numbers_to_retry(self, ledger: Ledger) -> dict[int, int]:
+        """Publications whose failures ``--retry-failed`` makes again, as the command found them."""
+        if not self.config.retry_failed:
+            return {}
+        if self.is_part:
+            return told_to_workers(ledger.out)
+        numbers = ledger.publications.numbers()
+        return self.patience.do(lambda: numbers_at_begin(ledger.out, numbers, os.environ))
 
     def run(self) -> JobSummary:
         config = self.config
-        manifest, checkpoint, ledger, index = self.prepare()
+        prepared = self.prepare()
+        manifest, ledger, index = prepared.manifest, prepared.ledger, prepared.index
+        sweep_flights(ledger.out)
         for line in broken_lines(find_broken(ledger, ledger.shards)):
             self.say(line)
         # By cost: every task comes to the same shares, and draws its own first.
         share = assign_shards(index.shard_costs, config.num_tasks)[config.task_index]
+        noted, numbers = self.numbers_to_retry(ledger), ledger.publications.numbers()
+        retried = {number for number in noted if noted[number] == numbers.get(number)}
         before = ledger.markers()
-        todo = unfinished_shards(before, config, manifest, index, checkpoint.capabilities)
+        capabilities = prepared.checkpoint.capabilities
+        todo = unfinished_shards(before, config, manifest, index, capabilities, retried)
         queue = self._queue(ledger, index, todo, share, ascending=not manifest.can_jump)
         queue.clear_leftovers(before)
         finished = not todo
         if todo and not self.stop.requests:
             check_faults(index.num_faults, index.num_rows, config.max_failures)
-            finished = self._work(checkpoint, manifest, index, ledger, queue)
-        write_card(ledger)
+            finished = self._work(prepared, queue)
+        self.patience.do(lambda: write_card(ledger))
         ledger.finish()
-        forget_deaths(ledger.out, ledger.published(), config.shard_size)
+        forget_deaths(ledger.out, ledger.publications.numbers(), config.shard_size)
         covered = sorted({*share, *queue.taken})
         kept = {number: before[number] for number in covered if number in before and number not in todo}
         return summary_of_task(ledger, index, self.tally, covered, kept, finished=finished, cost=self.cost)
 
     # --- what is to be done ------------------------------------------------------------------
-
-    def _index(self, manifest: Manifest, folder: Path, checkpoint: Checkpoint) -> ManifestIndex:
-        """The index of an earlier run where manifest and shards are the same, else one pass over all rows."""
-        index, shard_size = ManifestIndex.load(folder), self.config.shard_size
-        is_usable = index is not None and index.shard_size == shard_size
-        if index is not None and is_usable and not same_manifest(index.fingerprint, manifest):
-            manifest.recall(index.places, index.row_counts)
-            return index
-        num_rows = 0
-
-        def count(_: ManifestRow | RowFault) -> None:
-            nonlocal num_rows
-            num_rows += 1
-            if self.stop.requests:
-                raise JobInterrupted(
-                    f"{self.stop.why}: stopped while scanning the manifest, at row {num_rows:,}",
-                    hint="the same command starts again",
-                )
-            if num_rows % SCAN_REPORT_ROWS == 0:
-                self.observer(Progress(phase="scanning", num_rows_scanned=num_rows))
-
-        meter = WorkMeter(checkpoint.capabilities, row_defaults(self.config))
-        with self.stages.stage("scan"):
-            return scan(manifest, on_row=count, costs=ShardCosts(meter, shard_size))
 
     def _queue(
         self,
@@ -236,14 +224,7 @@ class _Task:
 
     # --- drawing -----------------------------------------------------------------------------
 
-    def _work(
-        self,
-        checkpoint: Checkpoint,
-        manifest: Manifest,
-        index: ManifestIndex,
-        ledger: Ledger,
-        queue: ShardQueue,
-    ) -> bool:
+    def _work(self, prepared: Prepared, queue: ShardQueue) -> bool:
         """Draws what the queue gives; False when the stop flag ended it early.
 
         No model is loaded when all that is left is in other workers' hands.
@@ -257,32 +238,21 @@ class _Task:
             has_work = queue.has_work()
         finished = True
         if has_work:
-            self.observer(Progress(phase="loading", num_images=index.num_images))
+            self.observer(Progress(phase="loading", num_images=prepared.index.num_images))
             with self.stages.stage("load"):
-                engine = self.make_engine(self.config, checkpoint)
+                engine = self.make_engine(self.config, prepared.checkpoint)
             with self.stages.stage("engine"):
-                finished = self._draw(engine, manifest, index, ledger, queue)
+                finished = self._draw(engine, prepared, queue)
         if finished and (num_left := queue.num_left_to_others):
             self.say(f"{plural(num_left, 'shard')} left to other workers, which are at work on them")
         return finished
 
-    def _draw(
-        self, engine: Engine, manifest: Manifest, index: ManifestIndex, ledger: Ledger, queue: ShardQueue
-    ) -> bool:
+    def _draw(self, engine: Engine, prepared: Prepared, queue: ShardQueue) -> bool:
         """Draws what the queue gives; False when the stop flag ended it early."""
         if self.profiler is not None:
             self.profiler.attach(engine)
-        sink = Sink(
-            ledger,
-            image_format=self.config.image_format,
-            image_level=self.config.image_level,
-            task=self.config.task_index,
-            num_tasks=self.config.num_tasks,
-            worker=self.worker,
-            num_threads=NUM_ENCODE_THREADS,
-            say=self.say,
-            stages=self.stages,
-        )
+        ledger = prepared.ledger
+        sink = self.patience.do(lambda: self._sink(ledger))
         saver = StepSaver(
             ledger,
             sink,
@@ -297,13 +267,14 @@ class _Task:
         feed = Feed(
             config=self.config,
             tally=self.tally,
-            manifest=manifest,
-            index=index,
+            manifest=prepared.manifest,
+            index=prepared.index,
             capabilities=engine.model.capabilities,
             sink=sink,
             saver=saver,
             queue=queue,
             flights=flights,
+            patience=self.patience,
             say=self.say,
         )
         engine.on_start = feed.on_start
@@ -318,6 +289,7 @@ class _Task:
                 saver.save_now(engine, feed.pending)
             raise
         finally:
+            flights.close()  # before the last heartbeat: who says that it ends has nothing in flight
             try:
                 sink.close(abandon=not finished)
             finally:
@@ -325,8 +297,20 @@ class _Task:
                     saver.close()
                 finally:
                     queue.close()
-                    flights.close()
         return finished
+
+    def _sink(self, ledger: Ledger) -> Sink:
+        return Sink(
+            ledger,
+            image_format=self.config.image_format,
+            image_level=self.config.image_level,
+            task=self.config.task_index,
+            num_tasks=self.config.num_tasks,
+            worker=self.worker,
+            num_threads=NUM_ENCODE_THREADS,
+            say=self.say,
+            stages=self.stages,
+        )
 
     def _loop(self, engine: Engine, feed: Feed, sink: Sink) -> bool:
         """Steps until the shards are done, True, or the stop flag or the time left ends it early, False."""
@@ -370,8 +354,7 @@ class _Task:
         feed.saver.save_now(engine, feed.pending)
 
     def _take(self, output: RequestOutput, feed: Feed, sink: Sink) -> None:
-        shard_index, image = feed.pending.pop(output.request_id)
-        feed.flights.end(image.key)
+        shard_index, image = feed.take_back(output.request_id)
         if output.status == "aborted":
             return
         if output.status == "ok":

@@ -5,7 +5,10 @@ kernel keeps when the process is gone. A fatal signal leaves its traceback in a 
 the worker's claim is taken over, whoever does so turns both into a record of the death. An image that was in
 flight at one crash is drawn alone from then on, so the next crash is nobody's but its own.
 
-A SIGKILL leaves no traceback: it may be a preemption as well as a want of memory, so it counts for little.
+A SIGKILL leaves no traceback: it may be a preemption as well as a want of memory, so it counts for little,
+and for nothing once the image has come a step further.
+
+All of this is a hint, not the books: where it cannot be written, nobody is told and the job goes on.
 """
 
 from __future__ import annotations
@@ -15,25 +18,52 @@ import faulthandler
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from offline_diffusion.data.files import create_file, read_json, to_json
+from offline_diffusion.data.heartbeat import read_heartbeats
 from offline_diffusion.data.layout import DEATHS, FLIGHTS, SCRATCH
 from offline_diffusion.data.partial import ImageKey
+from offline_diffusion.data.process import is_known_dead
 from offline_diffusion.errors import JobError
 
 MAX_CRASHES = 2
 """Crashes with an image in flight after which it is not drawn again; in the second it was alone."""
 
 MAX_KILLS = 10
-"""Deaths without a known cause with the same image alone in flight after which it is not drawn again."""
+"""Deaths without a known cause with the same image alone in flight, and no step gained between them, after
+which it is not drawn again."""
 
 KILLS_TO_ISOLATE = 3
-"""Deaths without a known cause after which an image is drawn alone: nobody is that unlucky often."""
+"""Such deaths in any company after which an image is drawn alone: nobody is that unlucky often."""
+
+_ENTRY = re.compile(rb"([+-])(\d+):(\d+)(?: ([0-9a-f]*) (\d+) (\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """An image at work.
+
+    Args:
+        row, image_index: Which.
+        row_hash: Of its row: the folder may be given to another manifest, where the number is another row's.
+        number: Of the publication of its shard that is being made.
+        step: Steps that earlier workers had done when this one began with it.
+    """
+
+    row: int
+    image_index: int
+    row_hash: str
+    number: int
+    step: int = 0
+
+    @property
+    def key(self) -> ImageKey:
+        return self.row, self.image_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +72,7 @@ class Suspicion:
 
     Args:
         num_crashes: Of a fatal signal that left its traceback.
-        num_kills: Of an unknown cause, in any company.
+        num_kills: Of an unknown cause, in any company, since the image last gained a step.
         num_lone_kills: Likewise with no other image in flight.
         cause: First line that the latest crash left.
     """
@@ -80,45 +110,50 @@ class FlightLog:
     """
 
     def __init__(self, out: Path, worker: str) -> None:
-        folder = out / FLIGHTS
-        folder.mkdir(parents=True, exist_ok=True)
         self._log, self.crash_file = _paths(out, worker)
-        self._fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._fd: int | None = None  # None where the log cannot be made: then it says nothing
+        with contextlib.suppress(OSError):
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
-    def begin(self, image: ImageKey) -> None:
+    def begin(self, flight: Flight) -> None:
         """Before the engine gets an image."""
-        self._write("+", image)
+        image = f"{flight.row}:{flight.image_index}"
+        self._write(f"+{image} {flight.row_hash} {flight.number} {flight.step}")
 
     def end(self, image: ImageKey) -> None:
         """Once the engine has handed it out."""
-        self._write("-", image)
+        self._write(f"-{image[0]}:{image[1]}")
 
     @contextmanager
-    def during(self, image: ImageKey) -> Iterator[None]:
+    def during(self, flight: Flight) -> Iterator[None]:
         """Inside, an image is in flight."""
-        self.begin(image)
+        self.begin(flight)
         yield
-        self.end(image)
+        self.end(flight.key)
 
-    def _write(self, what: str, image: ImageKey) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the job itself will tell
-            os.write(self._fd, f"{what}{image[0]}:{image[1]}\n".encode())
+    def _write(self, line: str) -> None:
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._fd, f"{line}\n".encode())
 
     @contextmanager
     def catching_crashes(self) -> Iterator[None]:
         """Inside, a fatal signal leaves its traceback. Only for a process that has no other use for them."""
-        with open(self.crash_file, "w", encoding="utf-8") as file:
-            faulthandler.enable(file)
-            try:
-                yield
-            finally:
-                faulthandler.disable()
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                faulthandler.enable(stack.enter_context(open(self.crash_file, "w", encoding="utf-8")))
+                stack.callback(faulthandler.disable)
+            yield
 
     def close(self) -> None:
         """The worker ends alive: there is nothing to tell."""
-        os.close(self._fd)
-        self._log.unlink(missing_ok=True)
-        self.crash_file.unlink(missing_ok=True)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        with contextlib.suppress(OSError):
+            self._log.unlink(missing_ok=True)
+            self.crash_file.unlink(missing_ok=True)
 
 
 def record_death(out: Path, worker: str) -> bool:
@@ -129,78 +164,122 @@ def record_death(out: Path, worker: str) -> bool:
         worker: Who is dead for certain, or has been silent for so long that its work is taken over.
 
     Returns:
-        Whether there was something to tell.
+        Whether there was something to tell, and it is kept.
     """
     log, crash_file = _paths(out, worker)
-    in_flight = _in_flight(log)
-    if in_flight:
-        (out / DEATHS).mkdir(exist_ok=True)
-        crash = _first_line(crash_file)
-        content = {"worker": worker, "crash": crash, "in_flight": [list(image) for image in in_flight]}
-        create_file(out / DEATHS / f"{_slug(worker)}.json", to_json(content), out / SCRATCH)
-    log.unlink(missing_ok=True)
-    crash_file.unlink(missing_ok=True)
+    try:
+        in_flight = _in_flight(log)
+        if in_flight:
+            (out / DEATHS).mkdir(exist_ok=True)
+            flights = [asdict(flight) for flight in in_flight]
+            content = {"worker": worker, "crash": _first_line(crash_file), "in_flight": flights}
+            create_file(out / DEATHS / f"{_slug(worker)}.json", to_json(content), out / SCRATCH)
+        log.unlink(missing_ok=True)
+        crash_file.unlink(missing_ok=True)
+    except OSError:  # the log stays for the next who comes by
+        return False
     return bool(in_flight)
 
 
-def suspicions_of(out: Path, rows: range) -> dict[ImageKey, Suspicion]:
-    """The images of ``rows`` that were in flight when a worker died."""
+def sweep_flights(out: Path) -> None:
+    """Records the deaths of workers that held no shard, and drops the logs of those that ended.
+
+    Whether a worker elsewhere was killed is not known here: its log stays until a shard of it is taken over.
+    """
+    logs = {path.stem for path in (out / FLIGHTS).glob("*.log")}  # first: a log is younger than its heartbeat
+    for beat in read_heartbeats(out) if logs else []:
+        if _slug(beat.worker) not in logs:
+            continue
+        if beat.state == "running" and is_known_dead(beat.process):
+            record_death(out, beat.worker)
+        elif beat.state != "running":
+            with contextlib.suppress(OSError):
+                for path in _paths(out, beat.worker):
+                    path.unlink(missing_ok=True)
+
+
+def suspicions_of(
+    out: Path, row_hashes: Mapping[int, str], *, number: int, steps: Mapping[ImageKey, int] | None = None
+) -> dict[ImageKey, Suspicion]:
+    """The images that were in flight when a worker died.
+
+    Args:
+        out: The output folder.
+        row_hashes: The rows that count, by number; a record that speaks of other content is another row's.
+        number: Of the publication that is to be made; failures of an earlier one are being retried.
+        steps: How far images have come that are begun.
+    """
+    deaths = [
+        (flight, crash, len(flights) == 1)
+        for _, crash, flights in _deaths(out)
+        for flight in flights
+        if row_hashes.get(flight.row) == flight.row_hash and flight.number == number
+    ]
+    furthest = dict(steps or {})
+    for flight, crash, _ in deaths:
+        if not crash:
+            furthest[flight.key] = max(flight.step, furthest.get(flight.key, 0))
     crashes: Counter[ImageKey] = Counter()
     kills: Counter[ImageKey] = Counter()
     lone_kills: Counter[ImageKey] = Counter()
     causes: dict[ImageKey, str] = {}
-    for _, crash, in_flight in _deaths(out):
-        for image in in_flight:
-            if image[0] not in rows:
-                continue
-            if crash:
-                crashes[image] += 1
-                causes[image] = crash
-            else:
-                kills[image] += 1
-                lone_kills[image] += len(in_flight) == 1
+    for flight, crash, is_alone in deaths:
+        if crash:
+            crashes[flight.key] += 1
+            causes[flight.key] = crash
+        elif flight.step == furthest[flight.key]:
+            kills[flight.key] += 1
+            lone_kills[flight.key] += is_alone
     return {
         image: Suspicion(crashes[image], kills[image], lone_kills[image], causes.get(image, ""))
         for image in sorted(crashes.keys() | kills.keys())
     }
 
 
-def forget_deaths(out: Path, published: Collection[int], shard_size: int) -> None:
-    """Drops the records that speak of nothing but rows of published shards, which are given by index."""
-    for path, _, in_flight in list(_deaths(out)):
-        if all(row // shard_size in published for row, _ in in_flight):
-            path.unlink(missing_ok=True)
+def forget_deaths(out: Path, published: Mapping[int, int], shard_size: int) -> None:
+    """Drops the records that speak of nothing but what is published.
+
+    Args:
+        out: The output folder.
+        published: The number of each shard's newest publication, by the shard's index.
+        shard_size: Rows of a shard.
+    """
+    for path, _, flights in list(_deaths(out)):
+        if all(published.get(flight.row // shard_size, -1) >= flight.number for flight in flights):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
-def _deaths(out: Path) -> Iterator[tuple[Path, str, list[ImageKey]]]:
+def _deaths(out: Path) -> Iterator[tuple[Path, str, list[Flight]]]:
     """Of each death its file, the crash if it was one, and what was in flight; damaged files are left out."""
     for path in sorted((out / DEATHS).glob("*.json")):
         try:
             values: dict[str, Any] = read_json(path)
-            yield path, str(values["crash"]), [(int(row), int(index)) for row, index in values["in_flight"]]
+            yield path, str(values["crash"]), [Flight(**flight) for flight in values["in_flight"]]
         except (OSError, KeyError, TypeError, ValueError, JobError):
             continue
 
 
-def _in_flight(log: Path) -> list[ImageKey]:
+def _in_flight(log: Path) -> list[Flight]:
     """What a log leaves open, in order; a torn last line is left out."""
     try:
         lines = log.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    open_images: dict[ImageKey, None] = {}
-    for what, image in _entries(lines):
-        if what == "+":
-            open_images[image] = None
-        else:
-            open_images.pop(image, None)
-    return list(open_images)
-
-
-def _entries(lines: Iterable[bytes]) -> Iterator[tuple[str, ImageKey]]:
-    for line in lines:
-        if match := re.fullmatch(rb"([+-])(\d+):(\d+)", line):
-            yield match[1].decode(), (int(match[2]), int(match[3]))
+    open_images: dict[ImageKey, Flight] = {}
+    for match in filter(None, map(_ENTRY.fullmatch, lines)):
+        row, image_index = int(match[2]), int(match[3])
+        if match[1] == b"-":
+            open_images.pop((row, image_index), None)
+        elif match[4] is not None:
+            open_images[row, image_index] = Flight(
+                row=row,
+                image_index=image_index,
+                row_hash=match[4].decode(),
+                number=int(match[5]),
+                step=int(match[6]),
+            )
+    return list(open_images.values())
 
 
 def _first_line(crash_file: Path) -> str:

@@ -28,6 +28,8 @@ def disk_stayed_full(out: Path, error: DiskFullError) -> JobInterrupted:
 
 
 def _free_space(folder: Path) -> str:
+    while not folder.exists():  # there was no space for the folder itself
+        folder = folder.parent
     return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB are free"
 
 
@@ -37,10 +39,13 @@ class Patience:
     Args:
         out: The output folder.
         say: Told once when a wait begins.
+        stopped: Whether the job was asked to stop: then nobody waits any longer.
     """
 
-    def __init__(self, out: Path, say: Callable[[str], None]) -> None:
-        self._out, self._say = out, say
+    def __init__(
+        self, out: Path, say: Callable[[str], None], stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._out, self._say, self._stopped = out.absolute(), say, stopped
         self._ended = threading.Event()
 
     def end(self) -> None:
@@ -63,5 +68,5 @@ class Patience:
                     space = f"{error.message} ({_free_space(self._out)})"
                     self._say(f"{space}: waiting for space, at most {PAUSE_S:.0f} s")
                 left = give_up_at - time.monotonic()
-                if left <= 0 or self._ended.wait(min(left, LOOK_AGAIN_S)):
+                if left <= 0 or self._stopped() or self._ended.wait(min(left, LOOK_AGAIN_S)):
                     raise disk_stayed_full(self._out, error) from error

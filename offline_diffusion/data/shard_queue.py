@@ -94,10 +94,13 @@ class ShardQueue:
             None when there is none just now; ask again while ``is_open``.
 
         Raises:
+            DiskFullError: There is no space for a claim; it may be tried again.
             JobError: The output folder cannot be written.
         """
         while self._own or self._others:
-            if (claimed := self._claim(self._next())) is not None:
+            claimed = self._claim((self._own or self._others)[0])
+            self._pass_on()
+            if claimed is not None:
                 return claimed
         return self._look_at_others()
 
@@ -142,12 +145,11 @@ class ShardQueue:
             self._claims.release(*claimed)
         self._ours.clear()
 
-    def _next(self) -> int:
-        if not self._own:
-            return self._others.popleft()
-        index = self._own.popleft()
-        self.num_rows_ahead -= self._ledger.shards[index].num_rows
-        return index
+    def _pass_on(self) -> None:
+        if self._own:
+            self.num_rows_ahead -= self._ledger.shards[self._own.popleft()].num_rows
+        else:
+            self._others.popleft()
 
     def _claim(self, index: int) -> ClaimedShard | None:
         """Claims a shard unless it is published or somebody's; that is noted."""
@@ -204,11 +206,9 @@ class ShardQueue:
     def _look_at_others(self) -> ClaimedShard | None:
         if not self._held or self._clock() < self._next_look:
             return None
-        self._next_look = self._clock() + LOOK_INTERVAL_S
-        for index in sorted(self._held):
-            if (claimed := self._claim(index)) is not None:
-                return claimed
-        return None
+        found = next(filter(None, map(self._claim, sorted(self._held))), None)
+        self._next_look = self._clock() + LOOK_INTERVAL_S  # not where there was no space for a claim
+        return found
 
 
 def _dearest_first(shards: Iterable[int], costs: Sequence[float]) -> list[int]:

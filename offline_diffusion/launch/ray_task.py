@@ -94,6 +94,7 @@ def work(options: dict[str, Any], life: Life, board: Any) -> dict[str, Any]:
                 stop=stop,
                 say=reporter.lines.append,
                 own_process=True,
+                is_part=True,
             )
         except OffdiffError as error:
             return {"error": error_of(error)}

@@ -83,7 +83,9 @@ def _run(options: dict[str, Any], speaker: Speaker, stop: StopFlag) -> JobSummar
     from offline_diffusion.job import run_task
 
     config = make_job_config(options)
-    return run_task(config, observer=speaker.progress, stop=stop, say=speaker.say, own_process=True)
+    return run_task(
+        config, observer=speaker.progress, stop=stop, say=speaker.say, own_process=True, is_part=True
+    )
 
 
 def _private_stdout() -> IO[str]:

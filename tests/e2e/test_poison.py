@@ -106,3 +106,17 @@ def test_one_worker_gets_through_a_pack_of_poison(tmp_path: Path) -> None:
     assert code == 3, stderr
     assert sorted(row["row"] for row in read_table(out, "failures")) == [2, 3, 4, 5, 6]
     assert len(pixels_by_key(out)) == 11
+
+
+def test_another_manifests_row_is_not_set_aside_for_crashes_of_the_old(tmp_path: Path) -> None:
+    """Row 2 crashed twice; then the manifest has an innocent row there."""
+    rows = make_rows(8)
+    rows[2]["prompt"] = "ABORT"
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
+    assert [run(manifest, out).returncode for _ in range(2)] == [-signal.SIGABRT] * 2
+    mended = write_jsonl(tmp_path / "mended.jsonl", make_rows(8))
+    result = run(mended, out, "--allow-manifest-change")
+    assert result.returncode == 0, result.stderr
+    assert len(pixels_by_key(out)) == 8
+    assert not list((out / "_state" / "deaths").iterdir())
+    assert not list((out / "_state" / "flights").iterdir())
