@@ -160,7 +160,7 @@ class Feed:
             self._hand_over(engine, *item)
         elif self.queue.is_helping and engine.num_waiting > engine.num_running:
             return  # enough to do: whoever needs the next shard first may have it
-        elif (claimed := self.queue.take()) is not None:
+        elif (claimed := self._take_shard()) is not None:
             self._images = zip(repeat(claimed.shard), self._open_shard(claimed), strict=False)
             self.tally.check_failures(self.config.max_failures)
         elif self.queue.is_open:
@@ -170,6 +170,10 @@ class Feed:
         else:
             self.open = False
             engine.close_source()
+
+    def _take_shard(self) -> ClaimedShard | None:
+        self.queue.let_go(self.sink.is_open)
+        return self.queue.take()
 
     def _hand_over(self, engine: Engine, shard: Shard, image: ImageTask) -> None:
         self.pending[image.request.request_id] = (shard.index, image)
