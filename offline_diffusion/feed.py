@@ -221,7 +221,7 @@ class Feed:
         self.tally.num_rows = self.tally.num_rows_opened + self.queue.num_rows_ahead
         for images in asked:
             self._count(images, finished.num_in_row(images.row))
-        self._begun = self.saver.open_shard(shard, rows, asked, finished)
+        self._begun = self.saver.open_shard(claimed, rows, asked, finished)
         begun = frozenset(self._begun)
         first = [
             images[index] for images in asked for index in range(len(images)) if (images.row, index) in begun
