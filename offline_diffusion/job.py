@@ -24,7 +24,7 @@ from offline_diffusion.data.process import new_worker_name
 from offline_diffusion.data.quick_check import broken_lines, find_broken
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
-from offline_diffusion.data.shard_queue import ShardQueue
+from offline_diffusion.data.shard_queue import LOOK_INTERVAL_S, ShardQueue
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.data.work import ShardCosts, WorkMeter
 from offline_diffusion.engine.cost import MeasuredCost, measured_cost
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 __all__ = ["JobSummary", "Progress", "StopFlag", "row_defaults", "run_task"]
 
 PROGRESS_INTERVAL_S = 0.25
-WAIT_S = 0.05
 SCAN_REPORT_ROWS = 5_000
 NUM_ENCODE_THREADS = min(8, os.cpu_count() or 1)
 
@@ -253,7 +252,7 @@ class _Task:
         while has_work is None:
             if self.stop.requests:
                 return False
-            time.sleep(WAIT_S)
+            time.sleep(LOOK_INTERVAL_S)
             has_work = queue.has_work()
         finished = True
         if has_work:
