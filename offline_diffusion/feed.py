@@ -189,7 +189,7 @@ class Feed:
             self._hand_over(engine, *item)
         elif self.queue.is_helping and engine.num_waiting > engine.num_running:
             return  # enough to do: whoever needs the next shard first may have it
-        elif (claimed := self.patience.do(self.queue.take)) is not None:
+        elif (claimed := self.patience.do(self._take_shard)) is not None:
             self._images = self._open_shard(claimed)
             self.tally.check_failures(self.config.max_failures)
         elif self.queue.is_open:
@@ -199,6 +199,10 @@ class Feed:
         else:
             self.open = False
             engine.close_source()
+
+    def _take_shard(self) -> ClaimedShard | None:
+        self.queue.let_go(self.sink.is_open)
+        return self.queue.take()
 
     def _hand_over(self, engine: Engine, opened: _OpenShard, image: ImageTask) -> None:
         request_id = image.request.request_id
@@ -253,7 +257,7 @@ class Feed:
         self.tally.num_rows = self.tally.num_rows_opened + self.queue.num_rows_ahead
         for images in asked:
             self._count(images, finished.num_in_row(images.row))
-        self._begun = self.saver.open_shard(shard, rows, asked, finished)
+        self._begun = self.saver.open_shard(claimed, rows, asked, finished)
         begun = frozenset(self._begun)
         first = [
             images[index] for images in asked for index in range(len(images)) if (images.row, index) in begun

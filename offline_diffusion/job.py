@@ -23,7 +23,7 @@ from offline_diffusion.data.process import new_worker_name
 from offline_diffusion.data.quick_check import broken_lines, find_broken
 from offline_diffusion.data.retries import numbers_at_begin, tell_workers, told_to_workers
 from offline_diffusion.data.scan import ManifestIndex
-from offline_diffusion.data.shard_queue import ShardQueue
+from offline_diffusion.data.shard_queue import LOOK_INTERVAL_S, ShardQueue
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.engine.cost import MeasuredCost, measured_cost
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 __all__ = ["JobSummary", "Progress", "StopFlag", "row_defaults", "run_task"]
 
 PROGRESS_INTERVAL_S = 0.25
-WAIT_S = 0.05
 NUM_ENCODE_THREADS = min(8, os.cpu_count() or 1)
 
 MakeEngine = Callable[[JobConfig, Checkpoint], "Engine"]
@@ -234,7 +233,7 @@ class _Task:
         while has_work is None:
             if self.stop.requests:
                 return False
-            time.sleep(WAIT_S)
+            time.sleep(LOOK_INTERVAL_S)
             has_work = queue.has_work()
         finished = True
         if has_work:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.ledger import Ledger
-from offline_diffusion.data.partial import ImageKey, partial_paths
+from offline_diffusion.data.partial import ImageKey
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault, RowImages
 from offline_diffusion.data.shard_images import ImageKeys
+from offline_diffusion.data.shard_queue import ClaimedShard
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.data.step_checkpoint import ExpectedImage, StepFiles
 from offline_diffusion.errors import JobError
@@ -66,12 +67,6 @@ def latents_shape(engine: Engine) -> Callable[[ImageTask], tuple[int, int]]:
     return shape
 
 
-def _generation(ledger: Ledger, shard: Shard) -> int:
-    """Of the newest attempt at a shard; 0 when there is none."""
-    partials = partial_paths(ledger.partials, shard.stem)
-    return int(partials[-1].name.split(".")[1].split("-")[0]) if partials else 0
-
-
 class StepSaver:
     """Writes step checkpoints in a thread, one at a time. All methods belong to the engine's thread.
 
@@ -95,7 +90,7 @@ class StepSaver:
         say: Say,
     ) -> None:
         self._files = StepFiles(ledger.out, ledger.job.job_id)
-        self._ledger, self._sink, self._stop, self._say = ledger, sink, stop, say
+        self._sink, self._stop, self._say = sink, stop, say
         self._latents_shape = latents_shape
         self._interval_s = interval_s
         self._next_at = time.monotonic() + interval_s
@@ -106,7 +101,7 @@ class StepSaver:
 
     def open_shard(
         self,
-        shard: Shard,
+        claimed: ClaimedShard,
         rows: Sequence[ManifestRow | RowFault],
         asked: Sequence[RowImages],
         finished: ImageKeys,
@@ -114,10 +109,11 @@ class StepSaver:
         """How far the unfinished images of a shard have come that was just opened in the sink.
 
         Args:
-            shard, rows: Which, and its rows in order.
+            claimed, rows: Which, and its rows in order.
             asked: The images of its good rows.
             finished: Those that are durable.
         """
+        shard, generation = claimed
         if self._writing is None:
             self._forget_durable()  # also without an interval rows of published shards must not pile up
         by_row = {images.row: images for images in asked}
@@ -136,7 +132,6 @@ class StepSaver:
         states = {key: state for key, state in found.items() if key not in finished}
         if states:
             self._say(f"{shard.stem}: {plural(len(states), 'unfinished image')} resumed at their step")
-        generation = _generation(self._ledger, shard)
         self._open[shard.index] = _OpenShard(shard, rows, generation, states, bool(found or notes))
         return dict(states)
 

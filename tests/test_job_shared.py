@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from job_fakes import SMALL, CountingEngine, Runner, make_rows, pixels_by_key, write_jsonl
 
+from offline_diffusion import job
+from offline_diffusion.config import make_job_config
 from offline_diffusion.data import sink as sink_module
+from offline_diffusion.data.claims import Claims
+from offline_diffusion.data.layout import StagedFolder
+from offline_diffusion.data.ledger import Ledger
+from offline_diffusion.data.marker import Marker
+from offline_diffusion.data.process import ProcessId
+from offline_diffusion.data.publication import Publications
+from offline_diffusion.data.shard_queue import ShardQueue
 from offline_diffusion.data.verify import verify
 from offline_diffusion.job import JobSummary
+from offline_diffusion.progress import StopFlag
 
 NUM_ROWS = 16
 OPTIONS = SMALL | {"shard_size": 1, "max_num_seqs": 2, "scheduling_policy": "fifo", "device": "cpu"}
@@ -43,6 +56,45 @@ def test_what_a_live_worker_holds_is_left_to_it(manifest: Path, tmp_path: Path) 
     assert said[-1].endswith("left to other workers, which are at work on them")
     assert sum(first.finished.values()) == NUM_ROWS
     assert verify(out).pending == verify(out).problems == []
+
+
+def test_a_claim_is_held_until_the_files_are_in_their_places(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a worker that lets go as soon as the marker is there, while it still moves the files."""
+    out, claims = tmp_path / "out", list[list[str]]()
+    real = Publications.move
+
+    def slow_move(self: Publications, staged: StagedFolder, marker: Marker) -> None:
+        if staged.shard == 0:
+            time.sleep(0.5)  # meanwhile the next shards are claimed and drawn
+            claims.append(os.listdir(out / "_state" / "claims"))
+        real(self, staged, marker)
+
+    monkeypatch.setattr(Publications, "move", slow_move)
+    monkeypatch.setattr(job, "LOOK_AHEAD", 2)
+    assert Runner().run(manifest, out, **OPTIONS).num_ok == NUM_ROWS
+    assert "shard-00000.000000.json" in claims[0]
+    assert len(claims[0]) > 4
+    assert os.listdir(out / "_state" / "claims") == []
+
+
+def test_other_workers_are_looked_at_now_and_then(manifest: Path, tmp_path: Path) -> None:
+    """Catches a worker that lists folders twenty times a second for as long as it waits."""
+    out, stop, looks = tmp_path / "out", StopFlag(), list[str]()
+    config = make_job_config({"manifests": [str(manifest)], "out": out, **OPTIONS})
+    job.prepare_job(config, observer=lambda _: None, stop=stop, say=print)
+    ledger = Ledger(out)
+    other = Claims(out, worker="silent", task=0, job_id=ledger.job.job_id)
+    other._process = ProcessId()
+    for shard in ledger.shards:
+        assert other.create(shard, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        real = ShardQueue.has_work
+        patch.setattr(ShardQueue, "has_work", lambda queue: (looks.append(""), real(queue))[1])
+        threading.Timer(1.5, stop.request, ("SIGTERM",)).start()
+        assert Runner().run_task(config, stop=stop).interrupted
+    assert 2 <= len(looks) <= 4
 
 
 def test_a_helper_claims_only_what_it_needs_next(tmp_path: Path) -> None:

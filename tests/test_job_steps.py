@@ -15,6 +15,8 @@ from job_fakes import CountingEngine, Runner, make_rows, read_table, write_jsonl
 from safetensors import safe_open
 
 from offline_diffusion.data import step_checkpoint
+from offline_diffusion.data.layout import Shard
+from offline_diffusion.data.sink import Sink
 from offline_diffusion.errors import ManifestError
 from offline_diffusion.job import StopFlag
 from offline_diffusion.step_saver import StepSaver
@@ -96,6 +98,23 @@ def test_a_stop_in_mid_denoise_loses_no_step(manifest: Path, whole: dict[Any, st
 def stop_at_step(stop: StopFlag, step: int) -> OnStep:
     """Asks to stop before the engine's so-manieth step, which it then does."""
     return lambda engine: stop.request("SIGTERM") if engine.num_steps == step else None
+
+
+def test_a_checkpoint_bears_the_generation_of_its_owner(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the shard was just taken over: catches a loser that writes under the new owner's name."""
+    real, stop, runner = Sink.open_shard, StopFlag(), Runner()
+
+    def taken_over_at_once(sink: Sink, shard: Shard, *args: Any, **options: Any) -> Any:
+        finished = real(sink, shard, *args, **options)
+        (tmp_path / "_state" / "partial" / f"{shard.stem}.000009-0123abcd.arrows").touch()
+        return finished
+
+    monkeypatch.setattr(Sink, "open_shard", taken_over_at_once)
+    runner.on_step = stop_at_step(stop, 3)
+    assert runner.run(manifest, tmp_path, stop=stop, **OPTIONS).interrupted
+    assert [path.name for path in step_files(tmp_path)] == ["shard-00000.000000.safetensors"]
 
 
 class KilledError(BaseException):

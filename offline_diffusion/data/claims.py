@@ -11,14 +11,14 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from offline_diffusion.data import heartbeat
 from offline_diffusion.data.files import create_file, disk_errors, read_json, to_json
-from offline_diffusion.data.heartbeat import heartbeat_path, read_heartbeat
+from offline_diffusion.data.heartbeat import Heartbeat, heartbeat_path, read_heartbeat
 from offline_diffusion.data.layout import STATE, Shard
 from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
 from offline_diffusion.errors import JobError
@@ -26,8 +26,11 @@ from offline_diffusion.errors import JobError
 CLAIMS = f"{STATE}/claims"
 
 MAX_LOOK_GAP_S = 5.0
-"""An owner's silence counts for no more than this from one look to the next: an observer that was frozen
-itself, with the whole machine perhaps, has not seen that the owner was silent."""
+"""Most seconds from one look to the next. After a longer gap nothing is known of an owner: an observer that
+was frozen itself, with the whole machine perhaps, or was busy has seen neither silence nor life."""
+
+ALIVE_S = 5 * heartbeat.INTERVAL_S
+"""An owner is known to be alive for so long after its sign was seen to change."""
 
 Verdict = Literal["dead", "alive", "unsure"]
 
@@ -129,11 +132,16 @@ class Claims:
         with contextlib.suppress(OSError):
             create_file(self._path(shard, generation).with_suffix(".released"), b"", self._folder)
 
-    def remove(self, shard: Shard, generation: int) -> None:
-        """Takes a published shard's claims up to a generation away, and torn ones; a later owner's stays."""
-        for path in self._folder.glob(f"{shard.stem}.*"):
-            match = _NAME.fullmatch(path.name)
-            if match is None or int(match[2]) <= generation:
+    def remove(self, claimed: Iterable[tuple[Shard, int]]) -> None:
+        """Takes the claims of published shards away, and torn ones: one directory listing.
+
+        Args:
+            claimed: Those shards, each with a generation; a later owner's claim stays.
+        """
+        generations = {shard.stem: generation for shard, generation in claimed}
+        for path in self._folder.iterdir() if generations and self._folder.exists() else ():
+            match, generation = _NAME.fullmatch(path.name), generations.get(path.name.split(".")[0], -1)
+            if generation >= 0 and (match is None or int(match[2]) <= generation):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
@@ -187,23 +195,33 @@ class OwnerWatch:
 
     def judge(self, claim: Claim) -> Verdict:
         """Looks at an owner once more; ``unsure`` until it was seen to change or was silent for long."""
-        beat = read_heartbeat(heartbeat_path(self.out, claim.task, claim.worker))
-        has_ended = beat is not None and beat.state != "running"
-        if claim.job_id != self.job_id or has_ended or is_known_dead(claim.process):
+        beat = self._last_sign(claim)
+        if claim.job_id != self.job_id or _has_ended(beat) or is_known_dead(claim.process):
             return "dead"
         seen = self._look(claim.worker, None if beat is None else beat.count)
         if seen.silent_s >= self.stale_s:
             return "dead"
-        return "alive" if seen.has_changed else "unsure"
+        return "alive" if seen.has_changed and seen.silent_s <= ALIVE_S else "unsure"
+
+    def has_ended(self, claim: Claim) -> bool:
+        """Whether an owner says itself that it came to an end: no death, whatever it has left."""
+        return _has_ended(self._last_sign(claim))
+
+    def _last_sign(self, claim: Claim) -> Heartbeat | None:
+        return read_heartbeat(heartbeat_path(self.out, claim.task, claim.worker))
 
     def _look(self, worker: str, sign: int | None) -> _Seen:
         now = self.clock()
         seen = self._seen.get(worker)
-        if seen is None:
+        if seen is None or now - seen.looked_at > MAX_LOOK_GAP_S:
             self._seen[worker] = seen = _Seen(sign, now)
         elif seen.sign != sign:
             self._seen[worker] = seen = _Seen(sign, now, has_changed=sign is not None)
         else:
-            seen.silent_s += min(now - seen.looked_at, MAX_LOOK_GAP_S)
+            seen.silent_s += now - seen.looked_at
             seen.looked_at = now
         return seen
+
+
+def _has_ended(beat: Heartbeat | None) -> bool:
+    return beat is not None and beat.state != "running"

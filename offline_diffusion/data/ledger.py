@@ -169,21 +169,28 @@ class Ledger:
                 hint="nothing is lost: what it made is in the folder and is adopted by the new job",
             )
 
-    def clear_leftovers(self, shards: Iterable[Shard]) -> None:
-        """Deletes what a crash left of published shards. Only for the task that owns them."""
-        mine = {shard.index for shard in shards}
-        published = {self.shards[index].stem for index in self.published() & mine}
-        stems = {self.shards[index].stem for index in mine}
+    def leftovers(self) -> list[Path]:
+        """What is there of shards outside their tables, by whoever is at work or was: a listing a folder."""
+        folders = (self.partials, self.out / STEPS, self.scratch)
         with disk_errors(self.state):
-            for path in (*self.partials.iterdir(), *(self.out / STEPS).glob("*")):
-                if path.name.split(".")[0] in published:
-                    path.unlink(missing_ok=True)
-            for path in self.scratch.iterdir():
-                if path.name.split(".")[0] in stems:
+            return [folder / name for folder in folders if folder.exists() for name in os.listdir(folder)]
+
+    def clear_leftovers(self, shards: Iterable[Shard], leftovers: Iterable[Path]) -> None:
+        """Deletes what crashes left of shards: of unpublished ones only scratch files.
+
+        Args:
+            shards: Nobody is at work on them, and no publication of theirs is to be made again.
+            leftovers: As they were before that was known: who makes newer ones began later.
+        """
+        mine = {shard.stem: shard for shard in shards}
+        published = self.published()
+        with disk_errors(self.state):
+            for path in leftovers:
+                shard = mine.get(path.name.split(".")[0])
+                if shard is not None and (path.parent == self.scratch or shard.index in published):
                     _remove(path)
-            for staged in staged_folders(self.publications.staged):
-                if staged.stem in published:
-                    self.publications.discard(staged)
+            for stem in {staged.stem for staged in staged_folders(self.publications.staged)} & mine.keys():
+                self.publications.roll_forward(mine[stem])  # its winner may be at it
 
     def finish(self) -> bool:
         """When every shard is published, drops what earlier manifests left.

@@ -160,11 +160,16 @@ class Publications:
                 yield other
 
     def discard(self, staged: StagedFolder) -> bool:
-        """Deletes a publication unless it was committed, or is at this moment.
+        """Deletes a publication unless it was committed. Only for who made it.
+
+        Somebody else's may be committed while this looks, and a winner that misses its files for however
+        short a time takes them for moved.
 
         Returns:
-            Whether it was not.
+            Whether it was not committed.
         """
+        if self.is_committed(staged):
+            return False
         aside = scratch_path(self.scratch, staged.path.name)
         try:
             os.rename(staged.path, aside)  # without its folder nobody can commit it any more

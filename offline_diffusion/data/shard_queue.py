@@ -15,7 +15,7 @@ from offline_diffusion.data.deaths import record_death
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
-from offline_diffusion.data.partial import partial_paths
+from offline_diffusion.data.partial import newest_generation
 
 LOOK_INTERVAL_S = 1.0
 """Between two looks at the shards of other workers."""
@@ -104,26 +104,26 @@ class ShardQueue:
                 return claimed
         return self._look_at_others()
 
-    def clear_leftovers(self, published: Collection[int]) -> None:
+    def clear_leftovers(self, published: Mapping[int, Marker]) -> None:
         """Deletes what crashes left: claims of what is published, and files of this worker's share.
 
         Only where nobody is at work.
 
         Args:
-            published: Shards that were published before this worker began, by index.
+            published: What was published before this worker began, by shard.
         """
+        shards = self._ledger.shards
+        # Looked at before the claims: whoever made one of these has claimed by then.
+        leftovers = self._ledger.leftovers()
         newest = self._claims.newest()
-        for index in newest.keys() & set(published) - self._todo.keys():
-            if self._next_generation(index, newest) is not None:
-                self._claims.remove(self._ledger.shards[index], newest.pop(index).generation)
-            self._held.pop(index, None)
-        # What an earlier retry has made of a published shard is not for throwing away.
-        mine = [index for index in self._share if self._todo.get(index) is None]
-        idle = [n for n in mine if n not in newest or self._next_generation(n, newest) is not None]
-        for index in mine:
-            if index not in self._todo:
-                self._held.pop(index, None)
-        self._ledger.clear_leftovers(self._ledger.shards[index] for index in idle)
+        claimed = newest.keys() & published.keys() - self._todo.keys()
+        gone = [index for index in claimed if self._judge(index, newest) == "dead"]
+        self._claims.remove([(shards[index], newest.pop(index).generation) for index in gone])
+        # A retry goes on from what an earlier one has made, and another worker may begin one at any moment.
+        kept = {index for index, marker in published.items() if marker.has_failures}
+        mine = [index for index in self._share if self._todo.get(index) is None and index not in kept]
+        idle = [shards[index] for index in mine if self._judge(index, newest) == "dead"]
+        self._ledger.clear_leftovers(idle, leftovers)
 
     def has_work(self) -> bool | None:
         """Whether a shard could be claimed now; claims nothing. None while an owner may be dead."""
@@ -138,12 +138,26 @@ class ShardQueue:
                 found = None
         return found
 
+    def let_go(self, is_open: Callable[[int], bool]) -> None:
+        """Drops the claims of shards that are done; one that was lost is another worker's from now on.
+
+        Args:
+            is_open: Whether a shard, by index, is still made or published here. Its marker does not tell:
+                its files are moved after that.
+        """
+        done = [self._ours.pop(index) for index in list(self._ours) if not is_open(index)]
+        published = [each for each in done if self._is_published(each.shard.index)]
+        self._claims.remove(published)
+        self._held |= {each.shard.index: "unsure" for each in done if each not in published}
+
     def close(self) -> None:
-        """Lets go of every shard that is ours and not published; others may take it at once."""
-        self._let_go_of_published()
-        for claimed in self._ours.values():
-            self._claims.release(*claimed)
-        self._ours.clear()
+        """Lets go of every shard that was ours, when none is open any more; others may take it at once."""
+        newest = self._claims.newest()
+        for index, claimed in list(self._ours.items()):
+            owner = newest.get(index, Newest(-1, False))
+            if owner.generation <= claimed.generation and not self._is_published(index):
+                self._claims.release(*self._ours.pop(index))
+        self.let_go(lambda _: False)
 
     def _pass_on(self) -> None:
         if self._own:
@@ -163,28 +177,33 @@ class ShardQueue:
             self._held.setdefault(index, "unsure")
             return None
         if (owner := newest.get(index)) is not None and not owner.released:
-            record_death(self._ledger.out, self._claims.read(shard, owner.generation).worker)
+            claim = self._claims.read(shard, owner.generation)
+            if not self._watch.has_ended(claim):  # in good order, though it may not have cleared up yet
+                record_death(self._ledger.out, claim.worker)
         self._held.pop(index, None)
         if self._is_published(index):  # since the last look
-            self._claims.remove(shard, generation)
+            self._claims.remove([(shard, generation)])
             return None
-        self._let_go_of_published()
         self._ours[index] = ClaimedShard(shard, generation)
         self.taken.append(index)
         return self._ours[index]
 
     def _next_generation(self, index: int, newest: Mapping[int, Newest]) -> int | None:
-        """The generation that may claim a shard now; None while its owner may be at work."""
-        owner, shard = newest.get(index), self._ledger.shards[index]
-        if owner is not None and not owner.released:
-            verdict = self._watch.judge(self._claims.read(shard, owner.generation))
-            if verdict != "dead":
-                self._held[index] = verdict
-                return None
+        """The generation that may claim a shard now; None while its owner may be at work, which is noted."""
+        verdict = self._judge(index, newest)
+        if verdict != "dead":
+            self._held[index] = verdict
+            return None
+        claimed = newest[index].generation if index in newest else -1
         # Above those too whose claims are gone, but not what they have made.
-        partials = partial_paths(self._ledger.partials, shard.stem)
-        made = (int(path.name.split(".")[1].split("-")[0]) for path in partials)
-        return max([-1 if owner is None else owner.generation, *made]) + 1
+        return max(claimed, newest_generation(self._ledger.partials, self._ledger.shards[index].stem)) + 1
+
+    def _judge(self, index: int, newest: Mapping[int, Newest]) -> Verdict:
+        """What is known of a shard's owner; where it has none or was let go, ``dead``."""
+        owner = newest.get(index)
+        if owner is None or owner.released:
+            return "dead"
+        return self._watch.judge(self._claims.read(self._ledger.shards[index], owner.generation))
 
     def _is_published(self, index: int) -> bool:
         """Whether a shard was published since this worker began."""
@@ -198,10 +217,6 @@ class ShardQueue:
             self._published = self._ledger.published()
             self._next_listing = self._clock() + LOOK_INTERVAL_S
         return index in self._published
-
-    def _let_go_of_published(self) -> None:
-        for index in [index for index in self._ours if self._is_published(index)]:
-            self._claims.remove(*self._ours.pop(index))
 
     def _look_at_others(self) -> ClaimedShard | None:
         if not self._held or self._clock() < self._next_look:

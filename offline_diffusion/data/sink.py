@@ -204,9 +204,12 @@ class Sink:
 
     def finished(self, shard_index: int) -> ImageKeys | None:
         """Images of a shard that a kill cannot lose any more, as of now; None when it is not open here."""
-        with self._room:
-            writer = self._open.get(shard_index)
+        writer = self._open.get(shard_index)
         return None if writer is None else writer.finished
+
+    def is_open(self, shard_index: int) -> bool:
+        """Whether a shard is still made or published here; any thread may ask."""
+        return shard_index in self._open
 
     def drain(self) -> None:
         """Waits until everything handed in is written and survives a power loss.
@@ -323,9 +326,8 @@ class Sink:
 
     @in_stage("write")
     def _write(self, writer: ShardWriter, record: Record) -> None:
-        if self._open.get(writer.shard.index) is not writer:  # lost
-            return
-        if not self._patience.do(lambda: writer.append(record)):
+        is_lost = self._open.get(writer.shard.index) is not writer
+        if is_lost or not self._patience.do(lambda: writer.append(record)):
             return
         is_ok = record.status == "ok"
         with self._room:

@@ -238,7 +238,7 @@ def crash_publish(kind: str, root: Path) -> None:
         def resumed(out: Path = out) -> None:
             publish(out, failing, parts=2)
             ledger = Ledger(out)
-            ledger.clear_leftovers(ledger.shards)
+            ledger.clear_leftovers(ledger.shards, ledger.leftovers())
 
         code = wait(fork(dying))
         assert code in (0, -signal.SIGKILL), code
@@ -330,7 +330,7 @@ def storm_job(out: Path, log: Path) -> None:
     rows = make_rows(STORM_ROWS, images=2, faults=STORM_FAULTS)
     ledger = open_ledger(out, STORM_ROWS, 8)
     with Sink(ledger, num_threads=2, max_pending=4) as sink, open(log, "a", buffering=1) as drawn:
-        ledger.clear_leftovers(ledger.shards)
+        ledger.clear_leftovers(ledger.shards, ledger.leftovers())
         published = ledger.published()
         for shard in ledger.shards:
             if shard.index in published:

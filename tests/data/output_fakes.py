@@ -134,7 +134,7 @@ def run_job(
     failing = failing or {}
     find_broken(ledger, ledger.shards)
     with Sink(ledger, num_threads=2, **sink_options) as sink:
-        ledger.clear_leftovers(ledger.shards)
+        ledger.clear_leftovers(ledger.shards, ledger.leftovers())
         markers = ledger.markers()
         for shard in ledger.shards:
             marker = markers.get(shard.index)

@@ -91,10 +91,10 @@ def test_the_highest_generation_owns_and_only_its_own_release_counts(ledger: Led
     claims.release(shard, 10)
     assert claims.newest() == {3: Newest(10, True)}
     claims.create(shard, 11)
-    claims.remove(shard, 10)
+    claims.remove([(shard, 10)])
     assert claims.newest() == {3: Newest(11, False)}, "a later owner's claim must stay"
     (ledger.state / "claims" / "shard-00003.000011.json.77-0123abcd").write_bytes(b"torn by a kill")
-    claims.remove(shard, 10)
+    claims.remove([(shard, 10)])
     assert [path.name for path in (ledger.state / "claims").iterdir()] == ["shard-00003.000011.json"]
     assert (claims.read(shard, 11).worker, claims.read(shard, 11).process) == ("w", this_process())
 
@@ -115,10 +115,11 @@ def test_an_owner_is_alive_while_its_sign_changes_whatever_its_clock_says(
         clock.now += 2.0
         write_heartbeat(ledger.out, beat)
         assert watch.judge(claim_by("far:1:a", ledger)) == "alive"
-    for second in range(1, 31):
+    verdicts = []
+    for _ in range(30):
         clock.now += 1.0
-        verdict = watch.judge(claim_by("far:1:a", ledger))
-        assert verdict == ("alive" if second < 30 else "dead")
+        verdicts.append(watch.judge(claim_by("far:1:a", ledger)))
+    assert verdicts == ["alive"] * 10 + ["unsure"] * 19 + ["dead"]
     write_heartbeat(ledger.out, beat)  # it thaws
     assert watch.judge(claim_by("far:1:a", ledger)) == "alive"
 
@@ -131,6 +132,29 @@ def test_silence_counts_only_while_somebody_listens(ledger: Ledger) -> None:
     watch.judge(claim_by("w", ledger))
     clock.now += 3_600.0
     assert watch.judge(claim_by("w", ledger)) == "unsure"
+
+
+def test_what_was_seen_before_a_long_gap_says_nothing(ledger: Ledger) -> None:
+    """The owner lived on for a while after the first look and has been dead for an hour at the second."""
+    clock = Clock()
+    watch, beat = watch_on(ledger, clock), Heartbeat(task=0, num_tasks=1, worker="w")
+    write_heartbeat(ledger.out, beat)
+    watch.judge(claim_by("w", ledger))
+    verdicts = []
+    for _ in range(2):  # its sign has changed once since the first look, and not since the second
+        write_heartbeat(ledger.out, beat)
+        clock.now += 2.0
+        verdicts.append(watch.judge(claim_by("w", ledger)))
+        clock.now += 3_600.0
+        write_heartbeat(ledger.out, beat)
+        verdicts.append(watch.judge(claim_by("w", ledger)))
+        clock.now += 3_600.0
+        verdicts.append(watch.judge(claim_by("w", ledger)))
+    assert verdicts == ["alive", "unsure", "unsure"] * 2
+    for _ in range(15):
+        clock.now += 2.0
+        verdict = watch.judge(claim_by("w", ledger))
+    assert verdict == "dead"
 
 
 def test_an_owner_without_any_sign_is_dead_after_a_while(ledger: Ledger) -> None:

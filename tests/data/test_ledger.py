@@ -1,8 +1,11 @@
 import json
 import os
 import shutil
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -10,6 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from output_fakes import CARRIED, contents, make_rows, open_ledger, run_job
 
+from offline_diffusion.data import publication
+from offline_diffusion.data.files import move_away
+from offline_diffusion.data.layout import staged_folders
 from offline_diffusion.data.ledger import Ledger, make_shards
 from offline_diffusion.data.publication import Publications
 from offline_diffusion.data.verify import verify
@@ -211,10 +217,63 @@ def test_leftovers_are_deleted_but_nothing_that_was_committed(
     with monkeypatch.context() as patch:
         patch.setattr(Publications, "move", lambda *_: None)
         run_job(ledger, rows, retry_failed=True)
-    ledger.clear_leftovers(ledger.shards)
+    (ledger.partials / "shard-00001.000003-0a1b2c3d.arrows").touch()
+    ledger.clear_leftovers(ledger.shards, ledger.leftovers())
+    assert verify(tmp_path, num_threads=1).ok, "what was committed is moved"
     (kept,) = ledger.publications.staged.iterdir()
-    assert kept.name.startswith("shard-00000.r1.")
-    assert sorted(path.name.split(".")[0] for path in kept.iterdir()) == ["images", "marker", "metrics"]
-    open_ledger(tmp_path, 4, 2)
+    assert kept.name.startswith("shard-00001.r1."), "not committed yet: its owner may be at work"
+    assert list(ledger.scratch.iterdir()) == list(ledger.partials.iterdir()) == []
+
+
+def test_a_clear_up_takes_nothing_from_a_winner_that_moves_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a clear-up that takes the staged folder away, if only to look whether it was committed: the
+    winner takes missing files for moved, and deletes the folder when it is back."""
+    ledger, late = open_ledger(tmp_path, 2, 2), list[tuple[Any, ...]]()
+    move, others, is_committed = Publications.move, Publications._others, Publications.is_committed
+    with monkeypatch.context() as patch:
+        patch.setattr(Publications, "move", lambda *arguments: late.append(arguments))
+        run_job(ledger, make_rows(2))
+    is_moving, may_rename, has_renamed, may_delete = (threading.Event() for _ in range(4))
+    winner = threading.Thread(target=lambda: move(*late[0]))
+
+    def slow_others(*arguments: Any) -> Iterator[Any]:
+        if threading.current_thread() is winner:
+            is_moving.set()
+            may_rename.wait(10)
+        return others(*arguments)
+
+    def slow_look(*arguments: Any) -> bool:
+        may_rename.set()
+        has_renamed.wait(10)
+        return is_committed(*arguments)
+
+    def slow_away(folder: Path, scratch: Path) -> None:
+        if threading.current_thread() is winner:
+            has_renamed.set()
+            may_delete.wait(10)
+        move_away(folder, scratch)
+
+    monkeypatch.setattr(Publications, "_others", slow_others)
+    monkeypatch.setattr(Publications, "is_committed", slow_look)
+    monkeypatch.setattr(publication, "move_away", slow_away)
+    winner.start()
+    assert is_moving.wait(10)
+    Ledger(tmp_path).clear_leftovers(ledger.shards, [])
+    may_rename.set()
+    may_delete.set()
+    winner.join()
     assert verify(tmp_path, num_threads=1).ok
-    assert list(ledger.scratch.iterdir()) == []
+    assert list(ledger.publications.staged.iterdir()) == []
+
+
+def test_a_committed_publication_is_never_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even for a moment, in which others who move its files would miss them."""
+    ledger = open_ledger(tmp_path, 2, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Publications, "move", lambda *_: None)
+        run_job(ledger, make_rows(2))
+    (staged,) = staged_folders(ledger.publications.staged)
+    monkeypatch.setattr(os, "rename", lambda *_: pytest.fail("the folder was renamed"))
+    assert not ledger.publications.discard(staged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from output_fakes import make_rows, open_ledger, run_job
 
 from offline_diffusion.data.claims import Claims, OwnerWatch
+from offline_diffusion.data.deaths import FlightLog, suspicions_of
 from offline_diffusion.data.heartbeat import Heartbeat, write_heartbeat
+from offline_diffusion.data.layout import STEPS
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.shard_queue import ShardQueue
 
@@ -153,6 +156,7 @@ def test_what_others_publish_meanwhile_is_passed_over(ledger: Ledger) -> None:
     assert queue.take() is not None
     publish(ledger, 0, 1, 3)
     assert [n for n, _ in take_all(queue)] == [2, 4, 5]
+    queue.let_go(lambda _: False)
     assert not any("shard-00000" in path.name for path in (ledger.state / "claims").iterdir())
 
 
@@ -180,11 +184,11 @@ def test_leftovers_of_the_dead_are_cleared(ledger: Ledger) -> None:
     assert len(take_all(first)) == NUM_SHARDS
     publish(ledger, 0, 1)  # killed between the marker and the claim's removal
     third = queue_of(ledger, "c", [])
-    third.clear_leftovers([0, 1])
+    third.clear_leftovers(ledger.markers())
     assert len(list((ledger.state / "claims").iterdir())) == NUM_SHARDS, "its owner may live"
     beat(ledger, "a", "stopped")
     third = queue_of(ledger, "c", [])
-    third.clear_leftovers([0, 1])
+    third.clear_leftovers(ledger.markers())
     assert len(list((ledger.state / "claims").iterdir())) == NUM_SHARDS - 2
     assert third.num_left_to_others == 0
 
@@ -196,6 +200,99 @@ def test_scratch_files_of_the_dead_go_and_those_of_the_living_stay(ledger: Ledge
     for number in (0, 1, 2):
         (ledger.scratch / f"shard-{number:05d}.images.1-ab").write_bytes(b"torn")
     queue = queue_of(ledger, "new", [0, 1])
-    queue.clear_leftovers([])
+    queue.clear_leftovers({})
     assert sorted(path.name[:11] for path in ledger.scratch.iterdir()) == ["shard-00001", "shard-00002"]
     assert take_all(queue, limit=1) == [(0, 1)]
+
+
+def claimed_stems(ledger: Ledger) -> set[str]:
+    return {path.name.split(".")[0] for path in (ledger.state / "claims").iterdir()}
+
+
+def test_what_a_worker_makes_that_begins_meanwhile_stays(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start without --retry-failed clears up just as another worker begins a retry: that one claims after
+    the claims were listed, and goes on from what an earlier retry has left."""
+    run_job(ledger, ROWS, failing={(0, 0): "nan"})
+    ledger.marker_path(ledger.shards[2]).unlink()
+    old = [f"shard-0000{number}.000004-0123abcd.arrows" for number in (0, 1)]
+    for name in old:
+        (ledger.partials / name).touch()
+    queue = queue_of(ledger, "a", list(range(NUM_SHARDS)))
+    real = Claims.newest
+
+    def others_begin_then(claims: Claims) -> Any:
+        found = real(claims)
+        if claims.worker == "a":
+            other = Claims(ledger.out, worker="b", task=0, job_id=ledger.job.job_id)
+            assert other.create(ledger.shards[0], 5)
+            assert other.create(ledger.shards[2], 0)
+            (ledger.partials / "shard-00000.000005-0123abcd.arrows").touch()
+            (ledger.scratch / "shard-00002.000000.safetensors.7-ab").touch()
+        return found
+
+    monkeypatch.setattr(Claims, "newest", others_begin_then)
+    queue.clear_leftovers(ledger.markers())
+    made = {path.name for folder in (ledger.partials, ledger.scratch) for path in folder.iterdir()}
+    assert made == {old[0], "shard-00000.000005-0123abcd.arrows", "shard-00002.000000.safetensors.7-ab"}
+
+
+def test_a_claim_stays_until_the_files_are_in_their_places(ledger: Ledger) -> None:
+    queue = queue_of(ledger, "a", [0, 1, 2])
+    for _ in range(3):
+        queue.take()
+    publish(ledger, 0, 1)
+    queue.let_go(lambda index: index != 1)
+    assert claimed_stems(ledger) == {"shard-00000", "shard-00002"}
+    assert queue.take() is not None
+    assert {"shard-00000", "shard-00002"} < claimed_stems(ledger)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_shard_that_was_lost_is_watched(ledger: Ledger, in_time: bool) -> None:
+    """Catches one that is neither ours nor another worker's: should the new owner die, nobody would know."""
+    first = queue_of(ledger, "a", [0])
+    taken = take_all(first)
+    beat(ledger, "a", "stopped")  # so it seemed to the other
+    assert take_all(queue_of(ledger, "b", [0]), limit=1) == [(0, 1)]
+    if in_time:
+        first.let_go(lambda index: index != 0)
+        assert (first.is_open, first.num_left_to_others) == (True, 1)
+        beat(ledger, "b", "stopped")
+        assert take_all(first) == [(0, 2)]
+        assert len(taken) == NUM_SHARDS
+    first.close()
+    assert first.num_left_to_others == (0 if in_time else 1)
+    assert ("shard-00000.000000.released" in os.listdir(ledger.state / "claims")) is False
+
+
+@pytest.mark.parametrize(("state", "num_deaths"), [("stopped", 0), ("done", 0), ("running", 1)])
+def test_only_who_did_not_say_goodbye_has_died(ledger: Ledger, state: str, num_deaths: int) -> None:
+    """A worker that stops says so first and clears up then: whoever comes in between finds its log."""
+    queue_of(ledger, "a", [0]).take()
+    FlightLog(ledger.out, "a").begin((0, 0))
+    beat(ledger, "a", state)
+    assert (0, 1) in take_all(queue_of(ledger, "b", [0]))
+    found = suspicions_of(ledger.out, range(2))
+    assert sum(suspicion.num_deaths for suspicion in found.values()) == num_deaths
+
+
+def test_clearing_up_lists_each_folder_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many shards: a listing of a large folder on a network file system takes seconds."""
+    take_all(queue_of(ledger, "a", []))
+    publish(ledger, *range(NUM_SHARDS))
+    beat(ledger, "a", "done")
+    (ledger.out / STEPS).mkdir()
+    for number in range(NUM_SHARDS):
+        (ledger.partials / f"shard-{number:05d}.000000-0123abcd.arrows").touch()
+        (ledger.out / STEPS / f"shard-{number:05d}.000000.safetensors").touch()
+    queue, markers, listed = queue_of(ledger, "b", list(range(NUM_SHARDS))), ledger.markers(), list[str]()
+    for name in ("listdir", "scandir"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path, real=real: (listed.append(Path(path).name), real(path))[1])
+    queue.clear_leftovers(markers)
+    monkeypatch.undo()
+    assert sorted(listed) == ["claims", "claims", "partial", "shards", "staged", "steps", "tmp"]
+    for folder in (ledger.state / "claims", ledger.partials, ledger.out / STEPS):
+        assert os.listdir(folder) == []
