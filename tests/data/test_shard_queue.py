@@ -10,7 +10,7 @@ import pytest
 from output_fakes import make_rows, open_ledger, run_job
 
 from offline_diffusion.data.claims import Claims, OwnerWatch
-from offline_diffusion.data.deaths import FlightLog, suspicions_of
+from offline_diffusion.data.deaths import Flight, FlightLog, suspicions_of
 from offline_diffusion.data.heartbeat import Heartbeat, write_heartbeat
 from offline_diffusion.data.layout import STEPS
 from offline_diffusion.data.ledger import Ledger
@@ -271,10 +271,10 @@ def test_a_shard_that_was_lost_is_watched(ledger: Ledger, in_time: bool) -> None
 def test_only_who_did_not_say_goodbye_has_died(ledger: Ledger, state: str, num_deaths: int) -> None:
     """A worker that stops says so first and clears up then: whoever comes in between finds its log."""
     queue_of(ledger, "a", [0]).take()
-    FlightLog(ledger.out, "a").begin((0, 0))
+    FlightLog(ledger.out, "a").begin(Flight(row=0, image_index=0, row_hash="abc", number=0, step=0))
     beat(ledger, "a", state)
     assert (0, 1) in take_all(queue_of(ledger, "b", [0]))
-    found = suspicions_of(ledger.out, range(2))
+    found = suspicions_of(ledger.out, {0: "abc"}, number=0)
     assert sum(suspicion.num_deaths for suspicion in found.values()) == num_deaths
 
 

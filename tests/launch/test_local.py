@@ -33,7 +33,8 @@ def die_over(*rows, cause="Fatal Python error: Aborted", drawn=()):
     folder = Path(options["out"]) / "_state" / "flights"
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{socket.gethostname()}_{os.getpid()}_ab12.log"
-    log.write_text("".join(f"+{row}:0\n-{row}:0\n" for row in drawn) + "".join(f"+{row}:0\n" for row in rows))
+    done = "".join(f"+{row}:0 abc 0 0\n-{row}:0\n" for row in drawn)
+    log.write_text(done + "".join(f"+{row}:0 abc 0 0\n" for row in rows))
     log.with_suffix(".crash").write_text(cause + "\n")
     os.abort()
 def progress(**counts): send(progress={"phase": "running", **counts})
