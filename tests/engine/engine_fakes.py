@@ -35,6 +35,16 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+class Clock:
+    """Stands still but for what a test adds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class FakeModel:
     """Offers ``DiffusionModel``; a token is a character, a text token's value its code / 100.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fakes import FakeModel, make_engine, make_request, random_requests
+from engine_fakes import Clock, FakeModel, make_engine, make_request, random_requests
 
 from offline_diffusion.engine import stats
 from offline_diffusion.engine.stats import NUM_WARM_UP_STEPS, EngineStats, StepShare, StepTimer, WorkCounts
@@ -17,14 +17,6 @@ from offline_diffusion.stages import NO_STAGES
 
 FIXED, TOKEN, SQUARE, IMAGE, PIXEL, PROMPT = 5.0, 0.7, 0.02, 3.0, 0.004, 11.0
 """Seconds; so large that what is believed beforehand weighs nothing."""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -7,22 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from engine_fakes import FakeModel, make_engine, make_request, same_picture
+from engine_fakes import Clock, FakeModel, make_engine, make_request, same_picture
 
 from offline_diffusion.engine.prompt_cache import PromptCache
 from offline_diffusion.models.base import TokenizedPrompt
 
 LONG = "more than ten"
-
-
-class Clock:
-    """Stands still but for what a test adds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
