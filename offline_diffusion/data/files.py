@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
+import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 from offline_diffusion.errors import JobError
 
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+_SCRATCH_OWNER = re.compile(r"\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}$")
 _HINTS = {
     errno.ENOSPC: "free some space and run the same command: it goes on where it stopped",
     errno.EDQUOT: "the disk quota is used up; free some space and run the same command: it goes on",
@@ -54,8 +58,43 @@ def sync_folder(folder: Path) -> None:
 
 
 def scratch_path(scratch: Path, name: str) -> Path:
-    """A fresh path in the scratch folder for what shall be called ``name``."""
-    return scratch / f"{name}.{os.getpid()}-{secrets.token_hex(4)}"
+    """A fresh path in the scratch folder for what shall be called ``name``; it tells whose it is."""
+    return scratch / f"{name}.{_numbering()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def drop_dead_scratch(scratch: Path) -> None:
+    """Deletes what ended processes of this machine left under scratch names.
+
+    What another machine or container left stays: from here nobody can tell whether it is at work.
+    """
+    for name in os.listdir(scratch):
+        owner = _SCRATCH_OWNER.search(name)
+        if owner is None or owner[1] != _numbering() or _runs(int(owner[2])):
+            continue
+        if (path := scratch / name).is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@functools.cache
+def _numbering() -> str:
+    """Which numbering of processes a pid belongs to: of this boot and container; empty if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return hashlib.sha256((boot + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:8]
+    except OSError:
+        return ""
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        pass
+    return True
 
 
 def write_scratch(scratch: Path, name: str, content: bytes, *, durable: bool = True) -> Path:

@@ -1,6 +1,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -177,3 +179,31 @@ def test_scanning_2000_markers_is_quick(tmp_path: Path, capsys: pytest.CaptureFi
             f"\n2000 markers: listed in {listed - started:.3f} s, "
             f"read in {time.perf_counter() - listed:.3f} s"
         )
+
+
+_LEAVE_SCRATCH = """
+import sys
+from pathlib import Path
+from offline_diffusion.data.files import scratch_path, write_scratch
+write_scratch(Path(sys.argv[1]), "task-00002.json", b"{}")
+scratch_path(Path(sys.argv[1]), "shard-00001.images").mkdir()
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_left_in_the_scratch_folder_goes_at_the_next_start(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 10, 4)
+    command = [sys.executable, "-c", _LEAVE_SCRATCH, str(ledger.scratch)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"written\n"
+        (_, name) = left = sorted(os.listdir(ledger.scratch))
+        elsewhere = f"{name.removesuffix(name.split('.')[-1])}0123abcd-{process.pid}-89abcdef"
+        (ledger.scratch / elsewhere).write_bytes(b"")
+        (ledger.scratch / "mine.txt").write_bytes(b"")
+        open_ledger(tmp_path, 10, 4)
+        assert sorted(os.listdir(ledger.scratch)) == sorted([*left, elsewhere, "mine.txt"]), "its owner runs"
+        process.kill()
+    open_ledger(tmp_path, 10, 4)
+    assert sorted(os.listdir(ledger.scratch)) == sorted([elsewhere, "mine.txt"])
