@@ -11,17 +11,20 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from offline_diffusion.data.process import is_running, pid_space
 from offline_diffusion.errors import DiskFullError, JobError
 
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_FOR_LACK_OF_LINKS = {errno.ENOENT, errno.EIO, errno.EROFS, errno.ESTALE, *_FULL}
+_SCRATCH_OWNER = re.compile(r"\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}$")
 _HINTS = {
     errno.ENOSPC: "free some space and run the same command: it goes on where it stopped",
     errno.EDQUOT: "the disk quota is used up; free some space and run the same command: it goes on",
@@ -63,8 +66,23 @@ def sync_folder(folder: Path) -> None:
 
 
 def scratch_path(scratch: Path, name: str) -> Path:
-    """A fresh path in the scratch folder for what shall be called ``name``."""
-    return scratch / f"{name}.{os.getpid()}-{secrets.token_hex(4)}"
+    """A fresh path in the scratch folder for what shall be called ``name``; it tells whose it is."""
+    return scratch / f"{name}.{pid_space()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def drop_dead_scratch(scratch: Path) -> None:
+    """Deletes what ended processes of this machine left under scratch names.
+
+    What another machine or container left stays: from here nobody can tell whether it is at work.
+    """
+    for name in os.listdir(scratch):
+        owner = _SCRATCH_OWNER.search(name)
+        if owner is None or owner[1] != pid_space() or is_running(int(owner[2])):
+            continue
+        if (path := scratch / name).is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def write_scratch(scratch: Path, name: str, content: bytes, *, durable: bool = True) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from offline_diffusion.data.files import (
     create_file,
     disk_errors,
+    drop_dead_scratch,
     scratch_path,
     to_json,
 )
@@ -81,6 +82,7 @@ class Ledger:
         with disk_errors(self.out):
             self._refuse_foreign_folder()
             self.scratch.mkdir(parents=True, exist_ok=True)
+            drop_dead_scratch(self.scratch)
             finish_change(self.out)
             if not (self.out / JOB_FILE).exists():
                 self.markers_folder.mkdir(exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import secrets
 import socket
@@ -53,14 +55,28 @@ def is_known_dead(process: ProcessId) -> bool:
     here = (_boot_id(), _pid_namespace())
     if not all(here) or not process.started or (process.boot_id, process.pid_namespace) != here:
         return False
-    try:
-        os.kill(process.pid, 0)
-    except ProcessLookupError:
+    if not is_running(process.pid):
         return True
-    except OSError:  # another user's: it runs
-        pass
     state, started = _state_and_start(process.pid)
     return bool(started) and (state in _ENDED or started != process.started)
+
+
+def is_running(pid: int) -> bool:
+    """Whether this numbering of processes has ``pid``; true for one that ended and was not asked after yet."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        pass
+    return True
+
+
+@functools.cache
+def pid_space() -> str:
+    """A short name for the numbering of processes that a pid belongs to; empty where it is not known."""
+    here = (_boot_id(), _pid_namespace())
+    return hashlib.sha256(" ".join(here).encode()).hexdigest()[:8] if all(here) else ""
 
 
 def _boot_id() -> str:

@@ -1,6 +1,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -277,3 +279,31 @@ def test_a_committed_publication_is_never_taken_away(tmp_path: Path, monkeypatch
     (staged,) = staged_folders(ledger.publications.staged)
     monkeypatch.setattr(os, "rename", lambda *_: pytest.fail("the folder was renamed"))
     assert not ledger.publications.discard(staged)
+
+
+_LEAVE_SCRATCH = """
+import sys
+from pathlib import Path
+from offline_diffusion.data.files import scratch_path, write_scratch
+write_scratch(Path(sys.argv[1]), "task-00002.json", b"{}")
+scratch_path(Path(sys.argv[1]), "shard-00001.images").mkdir()
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_left_in_the_scratch_folder_goes_at_the_next_start(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, 10, 4)
+    command = [sys.executable, "-c", _LEAVE_SCRATCH, str(ledger.scratch)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"written\n"
+        (_, name) = left = sorted(os.listdir(ledger.scratch))
+        elsewhere = f"{name.removesuffix(name.split('.')[-1])}0123abcd-{process.pid}-89abcdef"
+        (ledger.scratch / elsewhere).write_bytes(b"")
+        (ledger.scratch / "mine.txt").write_bytes(b"")
+        open_ledger(tmp_path, 10, 4)
+        assert sorted(os.listdir(ledger.scratch)) == sorted([*left, elsewhere, "mine.txt"]), "its owner runs"
+        process.kill()
+    open_ledger(tmp_path, 10, 4)
+    assert sorted(os.listdir(ledger.scratch)) == sorted([elsewhere, "mine.txt"])
