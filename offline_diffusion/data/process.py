@@ -62,7 +62,7 @@ def is_known_dead(process: ProcessId) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Whether this numbering of processes has ``pid``; true for one that ended and was not asked after yet."""
+    """Whether ``pid`` is there in this numbering of processes; so is one whose end nobody has asked about."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
