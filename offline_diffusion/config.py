@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -35,6 +36,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 16_896
 pixels with 128 text tokens a branch. 16,384 would hold one, or seven of 512 × 512."""
 
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _HALF_A_PAIR = re.compile("[\ud800-\udbff\udd00-\udfff]")
 """Those from dc80 to dcff are left out: Python writes bytes of a file's name that are not UTF-8 so."""
 
@@ -87,10 +89,11 @@ class EngineConfig(Options):
 
 
 class JobConfig(EngineConfig):
-    """Everything ``offdiff run`` can be told."""
+    """Everything ``offdiff run`` can be told; ``out`` is text where it is a URL of object storage."""
 
     manifests: tuple[str, ...] = Field(min_length=1)
-    out: Path
+    out: Path | str
+    work_dir: Path | None = None
     map: dict[str, str] = Field(default_factory=dict)
     on_bad_size: OnBadSize = "error"
     height: int | None = Field(default=None, ge=1)
@@ -113,6 +116,31 @@ class JobConfig(EngineConfig):
     checkpoint_interval: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     time_limit: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     profile: bool = False
+
+    @pydantic.field_validator("out", mode="before")
+    @classmethod
+    def _folder_or_url(cls, value: Any) -> Any:
+        if not isinstance(value, str) or is_storage_url(value):
+            return value
+        return Path(value.removeprefix("file://"))
+
+    @property
+    def folder(self) -> Path:
+        """The output folder; for an output on object storage the working folder on this machine.
+
+        Raises:
+            ConfigError: There is no place for working folders.
+        """
+        if isinstance(self.out, Path):
+            return self.out
+        url = self.out.rstrip("/")
+        digest = hashlib.sha256(url.encode()).hexdigest()[:8]
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", url.rpartition("/")[2])
+        try:
+            parent = self.work_dir or cache_folder() / "work"
+        except RuntimeError:
+            raise ConfigError("no home folder is known", hint="give a folder with --work-dir") from None
+        return parent / f"{name}-{digest}"
 
     @pydantic.field_validator("manifests", mode="before")
     @classmethod
@@ -219,6 +247,11 @@ def check_option_names(names: Iterable[str], *, source: str, options: type[Optio
             raise ConfigError(
                 f"{source}: unknown option {name!r}", hint=f"did you mean {close!r}?" if close else known
             )
+
+
+def is_storage_url(out: str) -> bool:
+    """Whether an output is named by a URL of object storage; a path and ``file://`` are folders."""
+    return bool(_URL.match(out)) and not out.startswith("file://")
 
 
 def cache_folder() -> Path:

@@ -269,11 +269,11 @@ class Feed:
             for index in range(len(images))
             if (images.row, index) not in finished and (images.row, index) not in begun
         )
-        number = Ledger(self.config.out).next_number(shard)
+        number = Ledger(self.config.folder).next_number(shard)
         opened = _OpenShard(shard, number, {row.row: row.content_hash for row in rows})
         images_left = zip(repeat(opened), chain(first, others), strict=False)
         steps = {key: state.step_index for key, state in self._begun.items()}
-        suspicions = suspicions_of(self.config.out, opened.row_hashes, number=number, steps=steps)
+        suspicions = suspicions_of(self.config.folder, opened.row_hashes, number=number, steps=steps)
         if not suspicions:
             return images_left
         return self._without_suspects(opened, images_left, suspicions)

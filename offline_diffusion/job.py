@@ -104,7 +104,7 @@ def prepare_job(config: JobConfig, *, observer: Observer, stop: StopFlag, say: S
     prepared = task.prepare()
     if config.retry_failed:
         numbers = task.numbers_to_retry(prepared.ledger)
-        task.patience.do(lambda: tell_workers(prepared.ledger.out, numbers))
+        task.patience.do(lambda: tell_workers(prepared.ledger.files, numbers))
     return prepared.index
 
 
@@ -112,7 +112,7 @@ def _run_profiled(task: _Task) -> JobSummary:
     """Runs a task with a profile, which is written also when it stops early or fails."""
     from offline_diffusion.engine.profile import Profiler
 
-    profiler = task.profiler = Profiler(task.config.out / PROFILE, task.config.task_index)
+    profiler = task.profiler = Profiler(task.config.folder / PROFILE, task.config.task_index)
     summary: JobSummary | None = None
     try:
         with profiler.stage("other"):
@@ -154,7 +154,7 @@ class _Task:
 
     def __post_init__(self) -> None:
         self.time_limit = TimeLimit(self.config.time_limit)
-        self.patience = Patience(self.config.out, self.say, lambda: self.stop.requests > 0)
+        self.patience = Patience(self.config.folder, self.say, lambda: self.stop.requests > 0)
 
     @property
     def stages(self) -> Stages:
@@ -175,9 +175,9 @@ class _Task:
         if not self.config.retry_failed:
             return {}
         if self.is_part:
-            return told_to_workers(ledger.out)
+            return told_to_workers(ledger.files)
         numbers = ledger.publications.numbers()
-        return self.patience.do(lambda: numbers_at_begin(ledger.out, numbers, os.environ))
+        return self.patience.do(lambda: numbers_at_begin(ledger.files, numbers, os.environ))
 
     def run(self) -> JobSummary:
         config = self.config
@@ -217,7 +217,13 @@ class _Task:
         *,
         ascending: bool,
     ) -> ShardQueue:
-        claims = Claims(ledger.out, worker=self.worker, task=self.config.task_index, job_id=ledger.job.job_id)
+        claims = Claims(
+            ledger.out,
+            worker=self.worker,
+            task=self.config.task_index,
+            job_id=ledger.job.job_id,
+            files=ledger.files,
+        )
         costs = index.shard_costs
         return ShardQueue(ledger, claims, todo=todo, share=share, costs=costs, ascending=ascending)
 

@@ -12,6 +12,7 @@ from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
+from offline_diffusion.data.storage import Storage
 from offline_diffusion.data.work import ShardCosts, WorkMeter
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.feed import row_defaults
@@ -21,6 +22,14 @@ from offline_diffusion.progress import Observer, Progress, Say, StopFlag
 from offline_diffusion.stages import Stages
 
 SCAN_REPORT_ROWS = 5_000
+
+
+def ledger_of(config: JobConfig, *, say: Say = lambda _: None, stop: StopFlag | None = None) -> Ledger:
+    """The books of a job's output."""
+    if isinstance(config.out, Path):
+        return Ledger(config.out)
+    stop = stop or StopFlag()
+    return Ledger(config.folder, Storage(config.out, say=say, stopped=lambda: stop.requests > 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,7 @@ class Preparation:
         config = self.config
         manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
         checkpoint = find_checkpoint(config.model, config.revision)
-        ledger = Ledger(config.out)
+        ledger = ledger_of(config, say=self.say, stop=self.stop)
         index_folder = ledger.out / "_state" / "manifest"
         index = self._index(manifest, index_folder, checkpoint)
         for note in manifest.notes:
@@ -78,6 +87,10 @@ class Preparation:
                 index.save(index_folder)
 
         self.patience.do(take_folder)
+        if ledger.remote is not None and config.num_tasks > 1 and not ledger.remote.is_exclusive():
+            self.say(
+                f"warning: {config.out} lets two processes create the same file: give it one task at a time"
+            )
         return Prepared(manifest, checkpoint, ledger, index)
 
     def _index(self, manifest: Manifest, folder: Path, checkpoint: Checkpoint) -> ManifestIndex:

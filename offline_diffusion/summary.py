@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.scan import ManifestIndex
-from offline_diffusion.data.status import read_status
+from offline_diffusion.data.status import status_of
 from offline_diffusion.progress import Tally
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class JobSummary:
     None when it drew too little to tell; ``profile`` is what ``--profile`` measured, see
     ``engine.profile``."""
 
-    out: Path
+    out: Path | str
     num_rows: int
     num_images: int
     num_ok: int
@@ -72,7 +72,7 @@ def summary_of_task(
         share = num_rows / max(1, index.num_rows)
         num_images = max(num_ok + num_failed, round(index.num_images * share))
     return JobSummary(
-        out=ledger.out,
+        out=ledger.place,
         num_rows=num_rows,
         num_images=num_images,
         num_ok=num_ok,
@@ -89,7 +89,7 @@ def summary_of_task(
 
 
 def summary_of_workers(
-    out: Path,
+    ledger: Ledger,
     num_images: int,
     parts: Sequence[Mapping[str, Any]],
     seconds: float,
@@ -99,17 +99,17 @@ def summary_of_workers(
     """What several workers did together, told of the whole job.
 
     Args:
-        out: The output folder.
+        ledger: Of the job.
         num_images: Of the whole manifest.
         parts: Their own summaries, as dicts.
         seconds: How long they were at work.
         stopped: Whether they were asked to stop.
     """
-    status = read_status(out)
+    status = status_of(ledger)
     num_drawn = sum(part["num_ok"] + part["num_failed"] - part["num_resumed"] for part in parts)
     num_done = status.num_ok + status.num_failed
     return JobSummary(
-        out=out,
+        out=ledger.place,
         num_rows=status.num_rows,
         num_images=num_done if status.finished else max(num_images, num_done),
         num_ok=status.num_ok,

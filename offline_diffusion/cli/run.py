@@ -100,7 +100,12 @@ stop_options = together(
 
 @click.command("run")
 @manifest_options
-@job_option("--out", "Output folder; the same one resumes.", metavar="DIR")
+@job_option("--out", "Output folder, or a URL such as s3://bucket/name; the same one resumes.", metavar="DIR")
+@job_option(
+    "--work-dir",
+    "With a URL: where shards are built before they are uploaded; best kept, to resume without a loss.",
+    metavar="DIR",
+)
 @model_options
 @row_options
 @job_option("--seed", "Job seed, for rows without one.", metavar="N")

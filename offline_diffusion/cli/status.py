@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -28,11 +27,11 @@ MAX_HELD = 4
 
 
 @click.command("status")
-@click.argument("out", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("out", metavar="DIR|URL")
 @click.option("--watch", is_flag=True, help="Show it again every few seconds until the job is finished.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch an object a line.")
-def command(out: Path, watch: bool, as_json: bool) -> None:
-    """Show how far a job is, from its output folder alone.
+def command(out: str, watch: bool, as_json: bool) -> None:
+    """Show how far a job is, from its output folder or URL alone.
 
     \b
     Example:

@@ -107,7 +107,7 @@ def _job(job_file: Path) -> JobConfig:
 
 def _array(job_file: Path, config: JobConfig, asked: dict[str, Any]) -> SlurmArray:
     given = {name: value for name, value in asked.items() if value is not None}
-    defaults = {"logs": config.out / LOGS, "job_name": config.out.absolute().name}
+    defaults = {"logs": config.folder / LOGS, "job_name": config.folder.absolute().name}
     spelling = {name: f"--{name.replace('_', '-')}" for name in SlurmArray.model_fields}
     spelling["job_file"] = "job file"
     return make_options(SlurmArray, {"job_file": job_file} | defaults | given, spelling=spelling)

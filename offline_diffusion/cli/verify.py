@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +12,7 @@ from offline_diffusion.cli.progress import ticking
 from offline_diffusion.progress import plural
 
 if TYPE_CHECKING:
+    from offline_diffusion.data.ledger import Ledger
     from offline_diffusion.data.verify import VerifyReport
 
 EXIT_BROKEN = 1
@@ -20,10 +20,10 @@ EXIT_UNFINISHED = 3
 
 
 @click.command("verify")
-@click.argument("out", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("out", metavar="DIR|URL")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
-def command(ctx: click.Context, /, out: Path, as_json: bool) -> None:
+def command(ctx: click.Context, /, out: str, as_json: bool) -> None:
     """Read every shard again and check that nothing is broken, missing or twice.
 
     Prints `file: row N: reason`, a problem a line. Exits with 0 when the dataset is whole, with 1
@@ -33,10 +33,15 @@ def command(ctx: click.Context, /, out: Path, as_json: bool) -> None:
     Example:
       offdiff verify out/quickstart
     """
-    from offline_diffusion.data.ledger import Ledger
+    from offline_diffusion.data.ledger import open_to_read
+
+    with open_to_read(out) as ledger:
+        ctx.exit(_verify(ledger, as_json=as_json))
+
+
+def _verify(ledger: Ledger, *, as_json: bool) -> int:
     from offline_diffusion.data.verify import VerifyReport, redo_hint, verify_shards
 
-    ledger = Ledger(out)
     report = VerifyReport(num_shards=len(ledger.shards))
 
     def counts() -> str:
@@ -46,7 +51,7 @@ def command(ctx: click.Context, /, out: Path, as_json: bool) -> None:
         )
 
     with ticking(counts):
-        for shard in verify_shards(out):
+        for shard in verify_shards(ledger):
             report.add(shard)
         report.add_folder(ledger)
     if as_json:
@@ -65,7 +70,7 @@ def command(ctx: click.Context, /, out: Path, as_json: bool) -> None:
         click.echo(f"{shards}: committed, but the next run has yet to put files into their places", err=True)
     if (hint := redo_hint(ledger, report.broken)) is not None:
         click.echo(f"hint: {hint}", err=True)
-    ctx.exit(EXIT_BROKEN if not report.ok else 0 if report.finished else EXIT_UNFINISHED)
+    return EXIT_BROKEN if not report.ok else 0 if report.finished else EXIT_UNFINISHED
 
 
 def _print_problems(report: VerifyReport) -> None:

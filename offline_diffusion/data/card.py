@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from typing import Any
@@ -12,9 +13,10 @@ from offline_diffusion.data.files import disk_errors, replace_file
 from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, TABLES
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
+from offline_diffusion.data.storage import Storage
 
 CARD_FILE = "README.md"
-_OURS = "<!-- Written by offdiff. Delete this line to keep your own edits. -->"
+_OURS = b"<!-- Written by offdiff. Delete this line to keep your own edits. -->"
 
 _DESCRIPTIONS = {
     IMAGES: "the pictures, in manifest order, with their prompts, seeds and the manifest's other columns",
@@ -34,11 +36,22 @@ def write_card(ledger: Ledger) -> bool:
     Raises:
         JobError: It cannot be written.
     """
+    content = make_card(ledger).encode("utf-8", "replace")
+    if ledger.remote is not None:
+        return _write_card_there(ledger.remote.storage, content)
     path = ledger.out / CARD_FILE
     with disk_errors(path):
-        if path.exists() and _OURS not in path.read_text(encoding="utf-8", errors="replace"):
+        if path.exists() and _OURS not in path.read_bytes():
             return False
-        replace_file(path, make_card(ledger).encode("utf-8", "replace"), ledger.scratch)
+        replace_file(path, content, ledger.scratch)
+    return True
+
+
+def _write_card_there(storage: Storage, content: bytes) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        if _OURS not in storage.read(CARD_FILE):
+            return False
+    storage.replace(CARD_FILE, content)
     return True
 
 
@@ -53,7 +66,13 @@ def make_card(ledger: Ledger) -> str:
         "tags": ["offdiff", "synthetic"],
     }
     return "\n".join(
-        ["---", yaml.safe_dump(header, sort_keys=False).strip(), "---", _OURS, *_body(ledger, markers)]
+        [
+            "---",
+            yaml.safe_dump(header, sort_keys=False).strip(),
+            "---",
+            _OURS.decode(),
+            *_body(ledger, markers),
+        ]
     )
 
 

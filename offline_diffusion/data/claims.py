@@ -8,20 +8,20 @@ is dead. No locks, and no comparison of two machines' clocks, so that it holds o
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from offline_diffusion.data import heartbeat
-from offline_diffusion.data.files import create_file, disk_errors, read_json, to_json
-from offline_diffusion.data.heartbeat import Heartbeat, heartbeat_path, read_heartbeat
+from offline_diffusion.data.files import to_json
+from offline_diffusion.data.heartbeat import Heartbeat, read_heartbeat
 from offline_diffusion.data.layout import STATE, Shard
 from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
-from offline_diffusion.errors import JobError
+from offline_diffusion.data.state_files import FolderFiles, StateFiles
+from offline_diffusion.errors import JobError, OffdiffError
 
 CLAIMS = f"{STATE}/claims"
 
@@ -73,28 +73,31 @@ class Claims:
         out: The output folder.
         worker, task: Who claims.
         job_id: The job it works for.
+        files: Where claims lie; None takes the output folder.
     """
 
-    def __init__(self, out: Path, *, worker: str, task: int, job_id: str) -> None:
+    def __init__(
+        self, out: Path, *, worker: str, task: int, job_id: str, files: StateFiles | None = None
+    ) -> None:
         self.worker, self.task, self.job_id = worker, task, job_id
-        self._folder = out / CLAIMS
+        self._files = files or FolderFiles(out)
         self._process = this_process()
 
     def newest(self) -> dict[int, Newest]:
         """The owner of every shard that has one, by shard: one directory listing."""
-        return newest_claims(self._folder)
+        return _newest(self._files.names(CLAIMS))
 
     def read(self, shard: Shard, generation: int) -> Claim:
         """A claim; where it is damaged or gone, one of a worker that never gives a sign."""
         path = self._path(shard, generation)
         try:
-            values: dict[str, Any] = read_json(path)
+            values = self._files.read(path)
             return Claim(process=ProcessId(**values.pop("process")), **values)
         except (OSError, KeyError, TypeError, JobError):
             return Claim(
                 shard=shard.index,
                 generation=generation,
-                worker=path.stem,
+                worker=Path(path).stem,
                 task=0,
                 process=ProcessId(),
                 job_id=self.job_id,
@@ -119,18 +122,12 @@ class Claims:
             job_id=self.job_id,
             created_at=time.time(),
         )
-        with disk_errors(self._folder):
-            self._folder.mkdir(exist_ok=True)
-            try:
-                # Not by way of the scratch folder, where a second start of our task may be clearing up.
-                return create_file(self._path(shard, generation), to_json(asdict(claim)), self._folder)
-            except FileNotFoundError:  # the shard was published, and what is about its claims removed
-                return False
+        return self._files.create(self._path(shard, generation), to_json(asdict(claim)))
 
     def release(self, shard: Shard, generation: int) -> None:
         """Lets go of a claim that is ours; where that cannot be written, our last heartbeat says it."""
-        with contextlib.suppress(OSError):
-            create_file(self._path(shard, generation).with_suffix(".released"), b"", self._folder)
+        with contextlib.suppress(OSError, OffdiffError):
+            self._files.create(self._path(shard, generation, "released"), b"")
 
     def remove(self, claimed: Iterable[tuple[Shard, int]]) -> None:
         """Takes the claims of published shards away, and torn ones: one directory listing.
@@ -139,22 +136,17 @@ class Claims:
             claimed: Those shards, each with a generation; a later owner's claim stays.
         """
         generations = {shard.stem: generation for shard, generation in claimed}
-        for path in self._folder.iterdir() if generations and self._folder.exists() else ():
-            match, generation = _NAME.fullmatch(path.name), generations.get(path.name.split(".")[0], -1)
+        for name in self._files.names(CLAIMS) if generations else ():
+            match, generation = _NAME.fullmatch(name), generations.get(name.split(".")[0], -1)
             if generation >= 0 and (match is None or int(match[2]) <= generation):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                self._files.remove(f"{CLAIMS}/{name}")
 
-    def _path(self, shard: Shard, generation: int) -> Path:
-        return self._folder / f"{shard.stem}.{generation:06d}.json"
+    def _path(self, shard: Shard, generation: int, suffix: str = "json") -> str:
+        return f"{CLAIMS}/{shard.stem}.{generation:06d}.{suffix}"
 
 
-def newest_claims(folder: Path) -> dict[int, Newest]:
-    """The highest generation of each shard claimed in a folder, by shard; empty when there is none."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return {}
+def _newest(names: Iterable[str]) -> dict[int, Newest]:
+    """The highest generation of each shard claimed, by shard, from the names of all claims."""
     found: dict[int, Newest] = {}
     for match in filter(None, map(_NAME.fullmatch, names)):
         shard, generation, released = int(match[1]), int(match[2]), match[3] == "released"
@@ -185,12 +177,14 @@ class OwnerWatch:
         job_id: Owners that work for another job have nothing to do here any more.
         stale_s: Seconds of silence, while it was watched, after which an owner is taken for dead.
         clock: A monotonic clock in seconds; no other clock is asked.
+        files: Where signs of life lie; None takes the output folder.
     """
 
     out: Path
     job_id: str
     stale_s: float = field(default_factory=lambda: heartbeat.STALE_S)
     clock: Callable[[], float] = time.monotonic
+    files: StateFiles | None = None
     _seen: dict[str, _Seen] = field(default_factory=dict)
 
     def judge(self, claim: Claim) -> Verdict:
@@ -208,7 +202,7 @@ class OwnerWatch:
         return _has_ended(self._last_sign(claim))
 
     def _last_sign(self, claim: Claim) -> Heartbeat | None:
-        return read_heartbeat(heartbeat_path(self.out, claim.task, claim.worker))
+        return read_heartbeat(self.files or FolderFiles(self.out), claim.task, claim.worker)
 
     def _look(self, worker: str, sign: int | None) -> _Seen:
         now = self.clock()

@@ -9,11 +9,12 @@ import socket
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from offline_diffusion.data.files import read_json, replace_file, to_json
+from offline_diffusion.data.files import replace_file, to_json
 from offline_diffusion.data.layout import SCRATCH, TASKS
 from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
+from offline_diffusion.data.state_files import FolderFiles, StateFiles
 from offline_diffusion.errors import JobError
 
 INTERVAL_S = 2.0
@@ -75,31 +76,43 @@ class Heartbeat:
         return now - self.updated_at < STALE_S
 
 
-def heartbeat_path(out: Path, task: int, worker: str) -> Path:
-    """The file of a worker; it alone writes it."""
+def heartbeat_name(task: int, worker: str) -> str:
+    """The file of a worker, relative to the output; it alone writes it."""
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", worker)
-    return out / TASKS / (f"task-{task:05d}.{name}.json" if name else f"task-{task:05d}.json")
+    return f"{TASKS}/task-{task:05d}.{name}.json" if name else f"{TASKS}/task-{task:05d}.json"
 
 
-def write_heartbeat(out: Path, heartbeat: Heartbeat) -> None:
-    """Replaces the worker's file. A power loss may cost it."""
+def heartbeat_path(out: Path, task: int, worker: str) -> Path:
+    """That file in an output folder."""
+    return out / heartbeat_name(task, worker)
+
+
+def write_heartbeat(out: Path, heartbeat: Heartbeat) -> bytes:
+    """Replaces the worker's file, and returns what it holds. A power loss may cost it."""
     path = heartbeat_path(out, heartbeat.task, heartbeat.worker)
     path.parent.mkdir(exist_ok=True)
     heartbeat.updated_at, heartbeat.count = time.time(), next(_signs)
-    replace_file(path, to_json(asdict(heartbeat)), out / SCRATCH, durable=False)
+    content = to_json(asdict(heartbeat))
+    replace_file(path, content, out / SCRATCH, durable=False)
+    return content
 
 
 def read_heartbeats(out: Path) -> list[Heartbeat]:
     """The last sign of every worker, by task and then by age; damaged files are left out."""
-    found = (read_heartbeat(path) for path in sorted((out / TASKS).glob("task-*.json")))
+    files = FolderFiles(out)
+    found = (_read(files, f"{TASKS}/{path.name}") for path in sorted((out / TASKS).glob("task-*.json")))
     known = [beat for beat in found if beat is not None]
     return sorted(known, key=lambda beat: (beat.task, beat.started_at, beat.worker))
 
 
-def read_heartbeat(path: Path) -> Heartbeat | None:
+def read_heartbeat(files: StateFiles, task: int, worker: str) -> Heartbeat | None:
     """One worker's last sign; None when there is none, or none that can be read."""
+    return _read(files, heartbeat_name(task, worker))
+
+
+def _read(files: StateFiles, path: str) -> Heartbeat | None:
     try:
-        values: dict[str, Any] = read_json(path)
+        values = files.read(path)
         shards = {int(index): OpenShard(**counts) for index, counts in values.pop("shards").items()}
         process = ProcessId(**values.pop("process", {}))
         return Heartbeat(shards=shards, process=process, **values)

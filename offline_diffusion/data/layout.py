@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
@@ -106,10 +106,15 @@ class StagedFolder:
 def staged_folders(staged: Path) -> list[StagedFolder]:
     """All of them, by name; empty when there is no such folder."""
     try:
-        names = sorted(os.listdir(staged))
+        names = os.listdir(staged)
     except FileNotFoundError:
         return []
-    matches = ((name, _STAGED_NAME.fullmatch(name)) for name in names)
+    return staged_of(staged, names)
+
+
+def staged_of(staged: Path, names: Iterable[str]) -> list[StagedFolder]:
+    """Those of some names in a folder that staged folders have, by name."""
+    matches = ((name, _STAGED_NAME.fullmatch(name)) for name in sorted(names))
     return [
         StagedFolder(staged / name, int(match[2]), match[1], int(match[3] or 0))
         for name, match in matches

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Iterable
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from offline_diffusion.config import is_storage_url
 from offline_diffusion.data.files import (
     create_file,
     disk_errors,
@@ -15,6 +19,7 @@ from offline_diffusion.data.files import (
     scratch_path,
     to_json,
 )
+from offline_diffusion.data.heartbeat import Heartbeat, write_heartbeat
 from offline_diffusion.data.job_file import JOB_FILE, Job, JobIdentity, differences, new_job, read_job
 from offline_diffusion.data.layout import (
     IMAGES,
@@ -33,26 +38,43 @@ from offline_diffusion.data.layout import (
 from offline_diffusion.data.manifest_change import change_manifest, finish_change, superseded_folders
 from offline_diffusion.data.marker import Marker, marker_from_tables
 from offline_diffusion.data.publication import Publications
+from offline_diffusion.data.remote import Remote
+from offline_diffusion.data.state_files import FolderFiles, StateFiles
+from offline_diffusion.data.storage import LIST_INTERVAL_S, Storage
 from offline_diffusion.errors import JobError
 
-__all__ = ["JobIdentity", "Ledger", "Marker", "Shard", "Shards", "make_shards"]
+__all__ = ["JobIdentity", "Ledger", "Marker", "Shard", "Shards", "make_shards", "open_to_read"]
+
+READER_GIVES_UP_AFTER_S = 30.0
 
 
 class Ledger:
     """The books of one output folder; several processes may have it open.
 
     ``open`` comes first when writing; readers may go without.
+
+    Args:
+        out: The output folder; of an output on object storage its working folder.
+        storage: Where the dataset goes in that case.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, storage: Storage | None = None) -> None:
         self.out = out.absolute()
+        self.remote = None if storage is None else Remote(storage, self.out)
+        self.files: StateFiles = FolderFiles(self.out) if self.remote is None else self.remote.files
         self.state = self.out / STATE
         self.scratch = self.out / SCRATCH
         self.partials = self.out / PARTIALS
         self.markers_folder = self.out / SHARDS
-        self.publications = Publications.of(self.out)
+        self.publications = Publications.of(self.out) if self.remote is None else self.remote.publications
         self._broken: dict[int, int] = {}
         self._job: Job | None = None
+        self._next_pull = 0.0
+
+    @property
+    def place(self) -> Path | str:
+        """The output as users know it: a folder or a URL."""
+        return self.out if self.remote is None else self.remote.storage.url
 
     @property
     def job(self) -> Job:
@@ -81,6 +103,8 @@ class Ledger:
         """
         with disk_errors(self.out):
             self._refuse_foreign_folder()
+            if self.remote is not None:
+                self.remote.take(identity)
             self.scratch.mkdir(parents=True, exist_ok=True)
             drop_dead_scratch(self.scratch)
             finish_change(self.out)
@@ -91,10 +115,13 @@ class Ledger:
             if not self.markers_folder.exists():
                 self._restore_markers()
             if differences(self._job.identity, identity):
-                change_manifest(self.out, identity, allowed=allow_manifest_change)
+                allowed = allow_manifest_change and self.remote is None
+                change_manifest(self.out, identity, allowed=allowed)
                 self._job = read_job(self.out)
             for name in (IMAGES, METRICS, PARTIALS, SHARDS, STAGED):
                 (self.out / name).mkdir(parents=True, exist_ok=True)
+            if self.remote is not None:
+                self.remote.pull_markers(drop=True)
             self.publications.roll_forward()
 
     def _refuse_foreign_folder(self) -> None:
@@ -120,9 +147,55 @@ class Ledger:
         except OSError:  # another process was faster
             shutil.rmtree(folder)
 
+    def pull(self, *, signs: bool = True) -> None:
+        """Gets what others have written on object storage, for readers.
+
+        Args:
+            signs: Signs of life too, over those that are here.
+
+        Raises:
+            JobError: The output is not one of ours, or cannot be reached.
+        """
+        if self.remote is not None:
+            self.remote.read_job()
+            self.remote.pull_markers(drop=True)
+            if signs:
+                self.remote.pull_heartbeats()
+
     def published(self) -> set[int]:
-        """Indices of the published shards, without those found broken: one directory listing."""
+        """Indices of the published shards, without those found broken: one directory listing.
+
+        On object storage what others published in the last `LIST_INTERVAL_S` may be missing.
+        """
+        if self.remote is not None and time.monotonic() >= self._next_pull:
+            self.remote.pull_markers()
+            self._next_pull = time.monotonic() + LIST_INTERVAL_S
         return set(self._numbers())
+
+    def refresh(self, shard: Shard) -> None:
+        """Looks whether somebody has published a shard just now; on a file system that shows by itself."""
+        if self.remote is not None:
+            self.remote.pull_marker(shard.stem, self.next_number(shard))
+
+    def shown(self, path: Path) -> str:
+        """How to tell users of a path in the output."""
+        return str(path) if self.remote is None else f"{self.place}/{path.relative_to(self.out).as_posix()}"
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Shows a worker's sign of life."""
+        with disk_errors(self.state):
+            content = write_heartbeat(self.out, heartbeat)
+        if self.remote is not None:
+            self.remote.push_heartbeat(heartbeat, content)
+
+    @contextlib.contextmanager
+    def tables_at_hand(self, shard: Shard) -> Iterator[None]:
+        """Has the tables of a published shard in the output folder, on object storage for a while only."""
+        if self.remote is None or (marker := self.marker(shard)) is None:
+            yield
+            return
+        with self.remote.at_hand(marker):
+            yield
 
     def _numbers(self) -> dict[int, int]:
         found = self.publications.numbers().items()
@@ -167,7 +240,7 @@ class Ledger:
         """Raises ``JobError`` when the folder was given to another manifest meanwhile."""
         if read_job(self.out).job_id != self.job.job_id:
             raise JobError(
-                f"{self.out} was given to another manifest by another process; this one stops",
+                f"{self.place} was given to another manifest by another process; this one stops",
                 hint="nothing is lost: what it made is in the folder and is adopted by the new job",
             )
 
@@ -205,6 +278,25 @@ class Ledger:
         for folder in superseded_folders(self.out):
             shutil.rmtree(folder, ignore_errors=True)
         return True
+
+
+@contextlib.contextmanager
+def open_to_read(out: str) -> Iterator[Ledger]:
+    """The books of an output for who only reads them.
+
+    Args:
+        out: A folder, or a URL of object storage.
+
+    Raises:
+        JobError: It is not one of ours, or cannot be reached.
+    """
+    if not is_storage_url(out):
+        yield Ledger(Path(out))
+        return
+    with tempfile.TemporaryDirectory(prefix="offdiff-") as folder:
+        ledger = Ledger(Path(folder), Storage(out, give_up_after_s=READER_GIVES_UP_AFTER_S))
+        ledger.pull()
+        yield ledger
 
 
 def _remove(path: Path) -> None:

@@ -45,7 +45,8 @@ from offline_diffusion.data.layout import (
 from offline_diffusion.data.marker import Marker, read_marker
 from offline_diffusion.errors import JobError
 
-_MARKER = "marker.json"
+MARKER_FILE = "marker.json"
+"""In a staged folder, until it gets its second name."""
 
 
 class ShardLostError(Exception):
@@ -79,6 +80,14 @@ class Publications:
     def numbers(self) -> dict[int, int]:
         """For every published shard the number of its newest publication: one directory listing."""
         return {index: numbers[-1] for index, numbers in publication_numbers(self.markers).items()}
+
+    def folders(self) -> list[StagedFolder]:
+        """Publications that are on their way, or were when their process died."""
+        return staged_folders(self.staged)
+
+    def table_names(self) -> list[str]:
+        """Every file in the tables' folders, relative to the output."""
+        return [f"{table}/{path.name}" for table in TABLES for path in sorted((self.out / table).glob("*"))]
 
     def marker_path(self, stem: str, number: int) -> Path:
         return self.markers / f"{publication_name(stem, number)}.json"
@@ -115,7 +124,7 @@ class Publications:
         Raises:
             FileNotFoundError: The folder was taken away: another one has won, or the manifest changed.
         """
-        source = staged.path / _MARKER
+        source = staged.path / MARKER_FILE
         write_file(source, to_json(asdict(marker)))
         sync_folder(staged.path)
         sync_folder(self.staged)
@@ -187,7 +196,7 @@ class Publications:
         Args:
             shard: Only this one; None takes all.
         """
-        folders = [each for each in staged_folders(self.staged) if shard is None or each.shard == shard.index]
+        folders = [each for each in self.folders() if shard is None or each.shard == shard.index]
         numbers = self.numbers() if folders else {}
         for staged in folders:
             newest = numbers.get(staged.shard, -1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,11 +44,12 @@ def find_broken(ledger: Ledger, shards: Iterable[Shard]) -> dict[int, str]:
         JobError: The disk failed: that says nothing about what is on it.
     """
     numbers = ledger.publications.numbers()
+    sizes = None if ledger.remote is None else ledger.remote.table_sizes()
     published = [shard for shard in shards if shard.index in numbers]
     chunks = [published[at : at + _CHUNK] for at in range(0, len(published), _CHUNK)]
 
     def check(chunk: list[Shard]) -> list[str | None]:
-        return [_check_shard(ledger, shard, numbers[shard.index]) for shard in chunk]
+        return [_check_shard(ledger, shard, numbers[shard.index], sizes) for shard in chunk]
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         faults = [fault for chunk in threads.map(check, chunks) for fault in chunk]
@@ -64,20 +65,21 @@ def broken_lines(broken: dict[int, str]) -> Iterator[str]:
         yield f"and {len(broken) - _MAX_LINES:,} more broken shards are made again"
 
 
-def _check_shard(ledger: Ledger, shard: Shard, number: int) -> str | None:
-    fault = _fault(ledger, shard, number)
+def _check_shard(ledger: Ledger, shard: Shard, number: int, sizes: Mapping[str, int] | None) -> str | None:
+    fault = _fault(ledger, shard, number, sizes)
     if fault is None:
         return None
     # Another process may be in the middle of putting the files into their places.
     ledger.roll_forward(shard)
     number = ledger.publications.numbers().get(shard.index, -1)
-    fault = _fault(ledger, shard, number)
+    sizes = None if ledger.remote is None else ledger.remote.table_sizes()
+    fault = _fault(ledger, shard, number, sizes)
     if fault is not None:
         ledger.set_aside(shard, number)
     return fault
 
 
-def _fault(ledger: Ledger, shard: Shard, number: int) -> str | None:
+def _fault(ledger: Ledger, shard: Shard, number: int, sizes: Mapping[str, int] | None) -> str | None:
     path = ledger.publications.marker_path(shard.stem, number)
     try:
         files = read_marker(path).files
@@ -85,7 +87,22 @@ def _fault(ledger: Ledger, shard: Shard, number: int) -> str | None:
         return "its marker is gone"
     except JobError:
         return f"its marker {path.name} is damaged"
-    return next((fault for file in files if (fault := _file_fault(ledger.out, file)) is not None), None)
+    faults = (
+        _file_fault(ledger.out, file) if sizes is None else _fault_there(file, sizes.get(file.path))
+        for file in files
+    )
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _fault_there(file: PublishedFile, num_bytes: int | None) -> str | None:
+    """On object storage: a file is there whole or not at all, so its size tells enough."""
+    if num_bytes is None:
+        return f"{file.path} is missing"
+    return None if num_bytes == file.num_bytes else _other_size(file, num_bytes)
+
+
+def _other_size(file: PublishedFile, num_bytes: int) -> str:
+    return f"{file.path} has {num_bytes} bytes, published were {file.num_bytes}"
 
 
 def _file_fault(out: Path, file: PublishedFile) -> str | None:
@@ -93,7 +110,7 @@ def _file_fault(out: Path, file: PublishedFile) -> str | None:
     try:
         stat = path.stat()
         if stat.st_size != file.num_bytes:
-            return f"{file.path} has {stat.st_size} bytes, published were {file.num_bytes}"
+            return _other_size(file, stat.st_size)
         num_rows = pq.read_metadata(path).num_rows
         if num_rows != file.num_rows:
             return f"{file.path} has {num_rows} rows, published were {file.num_rows}"

@@ -9,10 +9,10 @@ retried only while its newest one has the number noted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
-from offline_diffusion.data.files import create_file, disk_errors, read_json, replace_file, to_json
-from offline_diffusion.data.layout import SCRATCH, STATE
+from offline_diffusion.data.files import to_json
+from offline_diffusion.data.layout import STATE
+from offline_diffusion.data.state_files import StateFiles
 from offline_diffusion.errors import JobError
 
 _TOLD = f"{STATE}/retry.json"
@@ -21,14 +21,16 @@ SLURM_ARRAY_JOB = "SLURM_ARRAY_JOB_ID"
 """Names the submission in the environment of an array's tasks; a requeued one keeps it."""
 
 
-def numbers_at_begin(out: Path, numbers: Mapping[int, int], environ: Mapping[str, str]) -> dict[int, int]:
+def numbers_at_begin(
+    files: StateFiles, numbers: Mapping[int, int], environ: Mapping[str, str]
+) -> dict[int, int]:
     """The numbers to go by for a command that begins now.
 
     A task of a Slurm array belongs to the command that submitted it: the first task of all notes the
     numbers in ``_state/retry.slurm-<array's job>.json``, which stays, since more tasks may come at any time.
 
     Args:
-        out: The output folder.
+        files: What the workers share.
         numbers: Of each published shard's newest publication, by the shard's index.
         environ: The process's environment.
 
@@ -39,38 +41,36 @@ def numbers_at_begin(out: Path, numbers: Mapping[int, int], environ: Mapping[str
     job = environ.get(SLURM_ARRAY_JOB, "")
     if not job.isalnum():
         return dict(numbers)
-    path = out / STATE / f"retry.slurm-{job}.json"
-    with disk_errors(path):
-        create_file(path, _to_json(numbers), out / SCRATCH)
-    return _read(path)
+    path = f"{STATE}/retry.slurm-{job}.json"
+    files.create(path, _to_json(numbers))
+    return _read(files, path)
 
 
-def tell_workers(out: Path, numbers: Mapping[int, int]) -> None:
+def tell_workers(files: StateFiles, numbers: Mapping[int, int]) -> None:
     """Notes the numbers for the workers of a command, before the first of them starts.
 
     Raises:
         DiskFullError: There is no space.
         JobError: The folder cannot be written.
     """
-    with disk_errors(out / _TOLD):
-        replace_file(out / _TOLD, _to_json(numbers), out / SCRATCH)
+    files.replace(_TOLD, _to_json(numbers))
 
 
-def told_to_workers(out: Path) -> dict[int, int]:
+def told_to_workers(files: StateFiles) -> dict[int, int]:
     """What `tell_workers` noted last.
 
     Raises:
         JobError: The note is damaged or gone.
     """
-    return _read(out / _TOLD)
+    return _read(files, _TOLD)
 
 
 def _to_json(numbers: Mapping[int, int]) -> bytes:
     return to_json({"numbers": {str(index): number for index, number in numbers.items()}})
 
 
-def _read(path: Path) -> dict[int, int]:
+def _read(files: StateFiles, path: str) -> dict[int, int]:
     try:
-        return {int(index): int(number) for index, number in read_json(path)["numbers"].items()}
+        return {int(index): int(number) for index, number in files.read(path)["numbers"].items()}
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise JobError(f"{path} is damaged: {error}", hint="give the command again") from None

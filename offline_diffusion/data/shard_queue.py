@@ -20,6 +20,9 @@ from offline_diffusion.data.partial import newest_generation
 LOOK_INTERVAL_S = 1.0
 """Between two looks at the shards of other workers."""
 
+REMOTE_STALE_S = 120.0
+"""`heartbeat.STALE_S` where signs go over a network, which may fail for a while."""
+
 
 class ClaimedShard(NamedTuple):
     """A shard that is ours, and the generation of its owner that we are."""
@@ -57,7 +60,7 @@ class ShardQueue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger, self._claims, self._todo, self._clock = ledger, claims, todo, clock
-        self._watch = watch or OwnerWatch(ledger.out, claims.job_id)
+        self._watch = watch or owner_watch(ledger, claims.job_id)
         self._share = list(share)
         own = todo.keys() & self._share
         others = todo.keys() - own
@@ -181,6 +184,7 @@ class ShardQueue:
             if not self._watch.has_ended(claim):  # in good order, though it may not have cleared up yet
                 record_death(self._ledger.out, claim.worker)
         self._held.pop(index, None)
+        self._ledger.refresh(shard)
         if self._is_published(index):  # since the last look
             self._claims.remove([(shard, generation)])
             return None
@@ -224,6 +228,13 @@ class ShardQueue:
         found = next(filter(None, map(self._claim, sorted(self._held))), None)
         self._next_look = self._clock() + LOOK_INTERVAL_S  # not where there was no space for a claim
         return found
+
+
+def owner_watch(ledger: Ledger, job_id: str) -> OwnerWatch:
+    """Watches the owners of an output's shards; on object storage with more patience: signs come seldom."""
+    if ledger.remote is None:
+        return OwnerWatch(ledger.out, job_id)
+    return OwnerWatch(ledger.out, job_id, stale_s=REMOTE_STALE_S, files=ledger.files)
 
 
 def _dearest_first(shards: Iterable[int], costs: Sequence[float]) -> list[int]:

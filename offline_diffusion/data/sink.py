@@ -18,8 +18,7 @@ from offline_diffusion.config import ImageFormat
 from offline_diffusion.data.adoption import Superseded, published_failures, published_records
 from offline_diffusion.data.card import write_card
 from offline_diffusion.data.disk_full import Patience
-from offline_diffusion.data.files import disk_errors
-from offline_diffusion.data.heartbeat import INTERVAL_S, Heartbeat, OpenShard, write_heartbeat
+from offline_diffusion.data.heartbeat import INTERVAL_S, Heartbeat, OpenShard
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.partial import Record
@@ -139,6 +138,7 @@ class Sink:
             JobError: The disk failed.
         """
         self._raise_error()
+        self._ledger.refresh(shard)
         number, marker = self._ledger.next_number(shard), self._ledger.marker(shard)
         if marker is None and self._patience.do(lambda: self._superseded.restore(shard, rows, number)):
             number, marker = number + 1, self._ledger.marker(shard)
@@ -179,8 +179,9 @@ class Sink:
     def _adopt_published(self, writer: ShardWriter) -> None:
         out, shard = self._ledger.out, writer.shard
         self._patience.do(lambda: self._ledger.roll_forward(shard))
-        self._patience.do(lambda: writer.adopt(record for _, record in published_records(out, shard)))
-        writer.count_failures(published_failures(out, shard))
+        with self._ledger.tables_at_hand(shard):
+            self._patience.do(lambda: writer.adopt(record for _, record in published_records(out, shard)))
+            writer.count_failures(published_failures(out, shard))
 
     @in_stage("wait_sink")
     def submit(self, shard_index: int, image: ImageTask, output: RequestOutput) -> None:
@@ -396,5 +397,4 @@ class Sink:
             beat.images_per_s = len(self._finished_at) / elapsed
             beat.num_ok, beat.num_failed = self._progress.num_ok, self._progress.num_failed
             snapshot = replace(beat, shards=dict(beat.shards))
-        with disk_errors(self._ledger.state):
-            write_heartbeat(self._ledger.out, snapshot)
+        self._ledger.beat(snapshot)

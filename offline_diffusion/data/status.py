@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from offline_diffusion.data.heartbeat import Heartbeat, OpenShard, read_heartbeats
-from offline_diffusion.data.ledger import Ledger
+from offline_diffusion.data.ledger import Ledger, open_to_read
 from offline_diffusion.data.marker import Marker
 
 ShardState = Literal["done", "running", "begun"]
@@ -113,18 +113,23 @@ class Status:
         return asdict(self) | {"finished": self.finished}
 
 
-def read_status(out: Path, *, now: float | None = None) -> Status:
+def read_status(out: Path | str, *, now: float | None = None) -> Status:
     """Reads markers and heartbeats.
 
     Args:
-        out: The output folder.
+        out: The output folder, or a URL of object storage.
         now: Seconds since the epoch, for judging who is alive; None takes the clock.
 
     Raises:
         JobError: The folder is not one of ours.
     """
+    with open_to_read(str(out)) as ledger:
+        return replace(status_of(ledger, now=now), out=str(out))
+
+
+def status_of(ledger: Ledger, *, now: float | None = None) -> Status:
+    """Likewise, from books at hand; see ``Ledger.pull``."""
     now = time.time() if now is None else now
-    ledger = Ledger(out)
     markers = ledger.markers()
     beats = read_heartbeats(ledger.out)
     shards = _shards(ledger, markers, beats, now)
@@ -137,7 +142,7 @@ def read_status(out: Path, *, now: float | None = None) -> Status:
     if len(markers) == len(ledger.shards):
         rate = sum({worker.task: worker.images_per_s for worker in workers}.values())
     status = Status(
-        out=str(out),
+        out=str(ledger.place),
         num_rows=ledger.job.identity.num_rows,
         num_rows_done=num_rows_done,
         num_shards=len(ledger.shards),

@@ -19,11 +19,9 @@ from offline_diffusion.data.layout import (
     FAILURES,
     IMAGES,
     METRICS,
-    TABLES,
     Shard,
     publication_numbers,
     staged_file,
-    staged_folders,
     table_files,
 )
 from offline_diffusion.data.ledger import Ledger
@@ -124,8 +122,8 @@ class VerifyReport:
     def add_folder(self, ledger: Ledger) -> None:
         """Adds what is told by the folder as a whole: strays and leftovers."""
         self.add_problems(find_strays(ledger))
-        folders = staged_folders(ledger.publications.staged)
-        self.num_leftovers = sum(not ledger.publications.is_committed(folder) for folder in folders)
+        publications = ledger.publications
+        self.num_leftovers = sum(not publications.is_committed(each) for each in publications.folders())
 
 
 def verify(out: Path, *, num_threads: int | None = None) -> VerifyReport:
@@ -136,7 +134,7 @@ def verify(out: Path, *, num_threads: int | None = None) -> VerifyReport:
     """
     ledger = Ledger(out)
     report = VerifyReport(num_shards=len(ledger.shards))
-    for shard in verify_shards(out, num_threads=num_threads):
+    for shard in verify_shards(ledger, num_threads=num_threads):
         report.add(shard)
     report.add_folder(ledger)
     return report
@@ -156,23 +154,25 @@ def redo_hint(ledger: Ledger, broken: Sequence[int]) -> str | None:
         paths = [path for shard in shards for path in table_files(ledger.out, METRICS, shard.stem)]
     more = f" (likewise for {len(broken) - len(shards):,} more shards)" if len(broken) > len(shards) else ""
     what = f"shard {broken[0]}" if len(broken) == 1 else f"{len(broken):,} shards"
-    return f"to make {what} again, delete {', '.join(map(str, paths))}{more} and run the job's command"
+    return (
+        f"to make {what} again, delete {', '.join(map(ledger.shown, paths))}{more} and run the job's command"
+    )
 
 
-def verify_shards(out: Path, *, num_threads: int | None = None) -> Iterator[ShardReport]:
+def verify_shards(out: Path | Ledger, *, num_threads: int | None = None) -> Iterator[ShardReport]:
     """Checks shard by shard, holding a few images at a time.
 
     Files, checksums, schemas, row counts; that every manifest row is there once, with every image it
     asks for once, in order; that images decode to the size and the pixels recorded.
 
     Args:
-        out: The output folder.
+        out: The output folder, or its books.
         num_threads: Decoders; None takes one a processor.
 
     Raises:
         JobError: The folder is not one of ours.
     """
-    ledger = Ledger(out)
+    ledger = out if isinstance(out, Ledger) else Ledger(out)
     restored = not ledger.markers_folder.exists()
     numbers = ledger.publications.numbers()
     with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as decoders:
@@ -187,9 +187,10 @@ def verify_shards(out: Path, *, num_threads: int | None = None) -> Iterator[Shar
                 elif report.done:
                     marker = read_marker(path)
             except JobError as error:
-                report.problems.append(Problem(str(path), error.message))
+                report.problems.append(Problem(ledger.shown(path), error.message))
             if marker is not None:
-                _ShardCheck(ledger, shard, marker, report, decoders).run()
+                with ledger.tables_at_hand(shard):
+                    _ShardCheck(ledger, shard, marker, report, decoders).run()
             yield report
 
 
@@ -200,16 +201,14 @@ def find_strays(ledger: Ledger) -> list[Problem]:
     """
     known = {file.path for marker in ledger.markers().values() for file in marker.files}
     publications = ledger.publications
-    staged = staged_folders(publications.staged)
-    moving = {folder.stem for folder in staged if publications.is_committed(folder)}
+    moving = {folder.stem for folder in publications.folders() if publications.is_committed(folder)}
     strays = []
-    for table in TABLES:
-        for path in sorted((ledger.out / table).glob("*")):
-            name = f"{table}/{path.name}"
-            is_known = name in known or path.name.split(".")[0] in moving
-            if not is_known and not path.name.startswith("."):
-                reason = "belongs to no published shard; if its shard is begun the next run replaces it"
-                strays.append(Problem(name, reason))
+    for name in publications.table_names():
+        file = name.split("/")[1]
+        is_known = name in known or file.split(".")[0] in moving
+        if not is_known and not file.startswith("."):
+            reason = "belongs to no published shard; if its shard is begun the next run replaces it"
+            strays.append(Problem(name, reason))
     return strays
 
 

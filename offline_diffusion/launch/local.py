@@ -35,6 +35,7 @@ from offline_diffusion.launch.outcome import (
     too_many_failures,
 )
 from offline_diffusion.launch.worker import Event, spawn_options
+from offline_diffusion.preparation import ledger_of
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
 from offline_diffusion.summary import JobSummary, summary_of_workers
 from offline_diffusion.time_limit import TimeLimit
@@ -97,7 +98,9 @@ def run_on_devices(config: JobConfig, *, observer: Observer, say: Say, stop: Sto
         is_finished=lambda: folder_is_finished(config),
     )
     parts, seconds = supervisor.run(), time.monotonic() - started
-    return summary_of_workers(config.out, index.num_images, parts, seconds, stopped=bool(stop.requests))
+    ledger = ledger_of(config)
+    ledger.pull(signs=False)
+    return summary_of_workers(ledger, index.num_images, parts, seconds, stopped=bool(stop.requests))
 
 
 def worker_command() -> Sequence[str]:
@@ -148,7 +151,7 @@ class Worker(Record):
     def last_words(self) -> LastWords:
         """What its last life left, once it has died."""
         assert self.process is not None
-        words = last_words(self.config.out, socket.gethostname(), self.process.pid)
+        words = last_words(self.config.folder, socket.gethostname(), self.process.pid)
         has_told = self.progress.num_done > self.progress.num_resumed
         return words._replace(has_drawn=words.has_drawn or has_told)
 

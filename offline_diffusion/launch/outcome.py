@@ -13,10 +13,9 @@ from offline_diffusion.config import JobConfig
 from offline_diffusion.data.deaths import record_death
 from offline_diffusion.data.files import read_json
 from offline_diffusion.data.layout import DEATHS, FLIGHTS
-from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.quick_check import find_broken
 from offline_diffusion.data.sources import STDIN
-from offline_diffusion.data.status import read_status
+from offline_diffusion.data.status import status_of
 from offline_diffusion.errors import (
     JobError,
     JobInterrupted,
@@ -24,6 +23,7 @@ from offline_diffusion.errors import (
     TooManyFailuresError,
     UsageError,
 )
+from offline_diffusion.preparation import ledger_of
 
 MAX_RESTARTS = 3
 """Deaths of a worker in a row without an image after which it is not started again; a death that convicts an
@@ -183,9 +183,10 @@ def folder_is_finished(config: JobConfig) -> bool:
     if config.retry_failed:
         return False
     try:
-        ledger = Ledger(config.out)
-        return read_status(config.out).finished and not find_broken(ledger, ledger.shards)
-    except (OSError, JobError):  # a disk that fails tells nothing
+        ledger = ledger_of(config)
+        ledger.pull(signs=False)
+        return status_of(ledger).finished and not find_broken(ledger, ledger.shards)
+    except (OSError, JobError, JobInterrupted):  # a disk that fails tells nothing
         return False
 
 

@@ -31,6 +31,7 @@ from offline_diffusion.launch.outcome import (
     too_many_failures,
 )
 from offline_diffusion.launch.ray_task import POLL_S, Board, Life, Place, load_ray, work
+from offline_diffusion.preparation import ledger_of
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
 from offline_diffusion.summary import JobSummary, summary_of_workers
 from offline_diffusion.time_limit import REASON, TimeLimit
@@ -80,7 +81,9 @@ def run_on_ray(config: JobConfig, *, observer: Observer, say: Say, stop: StopFla
         )
         parts = driver.run()
     seconds, stopped = time.monotonic() - started, driver.why_stopped is not None
-    return summary_of_workers(own.out, index.num_images, parts, seconds, stopped=stopped)
+    ledger = ledger_of(own)
+    ledger.pull(signs=False)
+    return summary_of_workers(ledger, index.num_images, parts, seconds, stopped=stopped)
 
 
 def with_absolute_paths(config: JobConfig) -> JobConfig:
@@ -89,7 +92,8 @@ def with_absolute_paths(config: JobConfig) -> JobConfig:
     return config.model_copy(
         update={
             "manifests": tuple(map(_absolute, config.manifests)),
-            "out": Path(os.path.abspath(config.out)),
+            "out": Path(os.path.abspath(config.out)) if isinstance(config.out, Path) else config.out,
+            "work_dir": config.work_dir and Path(os.path.abspath(config.work_dir)),
             "model": os.path.abspath(model) if os.path.isdir(model) else config.model,
         }
     )
@@ -281,7 +285,7 @@ class Driver:
     def _on_death(self, worker: Worker, how: str) -> None:
         if self.why_stopped is not None:
             self._say(f"{worker.name} was lost: {how}")
-        elif worker.may_live_again(worker.last_words(self._config.out)):
+        elif worker.may_live_again(worker.last_words(self._config.folder)):
             self._say(f"{worker.name} was lost: {how}: submitted again")
             self._submit(worker)
         else:

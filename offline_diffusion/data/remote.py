@@ -1,0 +1,272 @@
+"""An output on object storage: what is published lies there, what is under way in a working folder here.
+
+The working folder is an output folder like any other, but for the tables of published shards. Shards are
+built in it, uploaded, committed by a marker that the storage lets only one process create, and then copied
+into their places by the storage itself. Markers are never changed, so the folder's copies of them stay true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from offline_diffusion.data.files import create_file, move_away, replace_file, to_json, write_file
+from offline_diffusion.data.heartbeat import Heartbeat, heartbeat_name
+from offline_diffusion.data.job_file import JOB_FILE, JobIdentity, new_job
+from offline_diffusion.data.layout import (
+    METRICS,
+    SCRATCH,
+    SHARDS,
+    STAGED,
+    STATE,
+    TABLES,
+    TASKS,
+    Shard,
+    StagedFolder,
+    publication_name,
+    staged_file,
+    staged_folders,
+    staged_of,
+)
+from offline_diffusion.data.marker import Marker, PublishedFile
+from offline_diffusion.data.publication import MARKER_FILE, Publications
+from offline_diffusion.data.state_files import StorageFiles
+from offline_diffusion.data.storage import LIST_INTERVAL_S, Storage
+from offline_diffusion.errors import JobError
+
+MANIFEST_INDEX = "manifest"
+"""In ``_state``: what was read of the manifest. The same whatever job it is read for."""
+
+
+@dataclass(slots=True)
+class Remote:
+    """The storage side of an output, and its working folder.
+
+    Args:
+        storage: Where the dataset is.
+        out: The working folder.
+    """
+
+    storage: Storage
+    out: Path
+    _next_push: float = 0.0
+
+    @property
+    def files(self) -> StorageFiles:
+        """What workers share: claims and signs of life."""
+        return StorageFiles(self.storage)
+
+    @property
+    def publications(self) -> RemotePublications:
+        base = Publications.of(self.out)
+        return RemotePublications(base.out, base.markers, base.staged, base.scratch, self)
+
+    def take(self, identity: JobIdentity) -> None:
+        """Makes the working folder one of the job that is there; where there is none, of a new one.
+
+        Raises:
+            JobError: Something else is there, or it cannot be reached.
+        """
+        try:
+            content = self.storage.read(JOB_FILE)
+        except FileNotFoundError:
+            self._refuse_foreign()
+            self.storage.create(JOB_FILE, to_json(new_job(identity).to_dict()))
+            content = self.storage.read(JOB_FILE)
+        self._take_job_file(content)
+        if not self.storage.folders(STATE) and self.storage.names(METRICS):
+            raise JobError(
+                f"{self.storage} has tables, but no {STATE}/{SHARDS.split('/')[1]}: which shards are whole?",
+                hint="put that folder back, or choose a new --out",
+            )
+
+    def is_exclusive(self) -> bool:
+        """Whether the storage lets only one process create a file."""
+        return self.storage.is_exclusive(JOB_FILE)
+
+    def read_job(self) -> None:
+        """Puts a copy of ``job.json`` into an empty working folder, for readers.
+
+        Raises:
+            JobError: There is none.
+        """
+        try:
+            content = self.storage.read(JOB_FILE)
+        except FileNotFoundError:
+            raise JobError(
+                f"{self.storage} is not an output of offdiff: it has no {JOB_FILE}",
+                hint="give the URL that `offdiff run ... --out URL` wrote to",
+            ) from None
+        (self.out / SCRATCH).mkdir(parents=True, exist_ok=True)
+        replace_file(self.out / JOB_FILE, content, self.out / SCRATCH, durable=False)
+
+    def _refuse_foreign(self) -> None:
+        names = [*self.storage.folders(""), *self.storage.names("")]
+        if foreign := [name for name in names if name != STATE and not name.startswith(".")]:
+            shown = ", ".join(sorted(foreign)[:5]) + (", ..." if len(foreign) > 5 else "")
+            raise JobError(
+                f"{self.storage} is not empty and was not written by offdiff: it holds {shown}",
+                hint="choose a new or empty place for --out",
+            )
+
+    def _take_job_file(self, content: bytes) -> None:
+        path = self.out / JOB_FILE
+        if path.exists() and path.read_bytes() != content:  # of a job that was deleted over there
+            path.unlink()
+            for name in os.listdir(self.out / STATE):
+                if name != MANIFEST_INDEX:
+                    shutil.rmtree(self.out / STATE / name, ignore_errors=True)
+        (self.out / SCRATCH).mkdir(parents=True, exist_ok=True)
+        create_file(path, content, self.out / SCRATCH)
+
+    def pull_markers(self, *, drop: bool = False) -> None:
+        """Gets the markers that are not here yet.
+
+        Args:
+            drop: Those that are here but no longer there go: somebody wants their shards made again.
+        """
+        folder = self.out / SHARDS
+        folder.mkdir(parents=True, exist_ok=True)
+        there, here = set(self.storage.names(SHARDS)), set(os.listdir(folder))
+        self._pull(SHARDS, sorted(there - here))
+        for name in here - there if drop else ():
+            (folder / name).unlink(missing_ok=True)
+
+    def pull_heartbeats(self) -> None:
+        """Gets the workers' signs of life, for readers."""
+        (self.out / TASKS).mkdir(parents=True, exist_ok=True)
+        self._pull(TASKS, sorted(self.storage.names(TASKS)))
+
+    def push_heartbeat(self, heartbeat: Heartbeat, content: bytes) -> None:
+        """Shows others a worker's sign of life now and then, if it can: soon there is another one."""
+        if time.monotonic() >= self._next_push or heartbeat.state != "running":
+            self.storage.try_replace(heartbeat_name(heartbeat.task, heartbeat.worker), content)
+            self._next_push = time.monotonic() + LIST_INTERVAL_S
+
+    def pull_marker(self, stem: str, number: int) -> bool:
+        """Gets one marker; False when there is none."""
+        name = f"{publication_name(stem, number)}.json"
+        if not (self.out / SHARDS / name).exists():
+            self._pull(SHARDS, [name])
+        return (self.out / SHARDS / name).exists()
+
+    def _pull(self, folder: str, names: list[str]) -> None:
+        for path, content in self.storage.read_all([f"{folder}/{name}" for name in names]).items():
+            replace_file(self.out / path, content, self.out / SCRATCH, durable=False)
+
+    def table_sizes(self) -> dict[str, int]:
+        """Every file in the tables' folders, with its bytes."""
+        return {
+            f"{table}/{name}": size for table in TABLES for name, size in self.storage.names(table).items()
+        }
+
+    @contextlib.contextmanager
+    def at_hand(self, marker: Marker) -> Iterator[None]:
+        """Has the files of a published shard in the working folder for a while: in their places, or staged
+        where they are staged still. What is gone is left out."""
+        staged = f"{STAGED}/{marker.staged}"
+        names = {file.path: str(staged_file(Path(staged), file.path)) for file in marker.files}
+        still_staged = self.storage.names(staged)
+        paths = [names[path] if Path(names[path]).name in still_staged else path for path in names]
+        try:
+            for path in paths:
+                (self.out / path).parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    self.storage.download(path, self.out / path)
+            yield
+        finally:
+            for path in paths:
+                (self.out / path).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self.out / staged).rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePublications(Publications):
+    """Publications that are staged in the working folder and committed on object storage.
+
+    As with a file system each step of a process needs what it has staged: the files are copied from there.
+
+    Args:
+        remote: Where to.
+    """
+
+    remote: Remote
+
+    def folders(self) -> list[StagedFolder]:
+        return staged_of(self.staged, self.remote.storage.folders(STAGED))
+
+    def table_names(self) -> list[str]:
+        return sorted(self.remote.table_sizes())
+
+    def commit(self, staged: StagedFolder, marker: Marker) -> bool:
+        storage, content = self.remote.storage, to_json(asdict(marker))
+        write_file(staged.path / MARKER_FILE, content)
+        for file in marker.files:
+            storage.upload(staged_file(staged.path, file.path), self._place(staged, file))
+        name = publication_name(staged.stem, staged.number)
+        won = storage.create(f"{SHARDS}/{name}.json", content)
+        self.remote.pull_marker(staged.stem, staged.number)
+        return won
+
+    def is_committed(self, staged: StagedFolder) -> bool:
+        self.remote.pull_marker(staged.stem, staged.number)
+        return super(RemotePublications, self).is_committed(staged)
+
+    def move(self, staged: StagedFolder, marker: Marker) -> None:
+        storage = self.remote.storage
+        for other in self._others_there(staged):
+            storage.remove_folder(f"{STAGED}/{other.path.name}")
+        for file in marker.files:
+            with contextlib.suppress(FileNotFoundError):  # copied by somebody else, or too late
+                storage.copy(self._place(staged, file), file.path)
+        if staged.number > 0 and not self.remote.pull_marker(staged.stem, staged.number + 1):
+            self._remove_surplus(staged, marker)
+        storage.remove_folder(f"{STAGED}/{staged.path.name}")
+        for here in (staged, *self._others(staged)):
+            move_away(here.path, self.scratch)
+
+    def discard(self, staged: StagedFolder) -> bool:
+        if self.is_committed(staged):
+            return False
+        self.remote.storage.remove_folder(f"{STAGED}/{staged.path.name}")
+        move_away(staged.path, self.scratch)
+        return True
+
+    def roll_forward(self, shard: Shard | None = None) -> None:
+        there = [each for each in self.folders() if shard is None or each.shard == shard.index]
+        here = [each for each in staged_folders(self.staged) if shard is None or each.shard == shard.index]
+        numbers = self.numbers() if there or here else {}
+        for staged in there:
+            newest = numbers.get(staged.shard, -1)
+            marker = self.marker(staged.stem, newest) if staged.number <= newest else None
+            if marker is not None and marker.staged == staged.path.name:
+                self.move(staged, marker)
+            elif marker is not None:
+                self.remote.storage.remove_folder(f"{STAGED}/{staged.path.name}")
+        for staged in here:
+            if staged.number <= numbers.get(staged.shard, -1):
+                move_away(staged.path, self.scratch)
+
+    def _place(self, staged: StagedFolder, file: PublishedFile) -> str:
+        return f"{STAGED}/{staged.path.name}/{staged_file(Path(), file.path)}"
+
+    def _others_there(self, staged: StagedFolder) -> Iterator[StagedFolder]:
+        for other in self.folders():
+            same_shard = other.shard == staged.shard and other.path.name != staged.path.name
+            if same_shard and other.number <= staged.number:
+                yield other
+
+    def _remove_surplus(self, staged: StagedFolder, marker: Marker) -> None:
+        """Files of the publications before, where this one has fewer."""
+        kept = {file.path for file in marker.files}
+        for number in range(staged.number):
+            old = self.marker(staged.stem, number)
+            for file in old.files if old is not None else ():
+                if file.path not in kept:
+                    self.remote.storage.remove(file.path)
