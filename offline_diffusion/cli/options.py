@@ -63,9 +63,10 @@ def job_option(flag: str, help: str, *, metavar: str | None = None, as_text: boo
 
 
 def _plain_type(annotation: Any) -> Any:
-    """``int`` of ``int | None``."""
+    """``int`` of ``int | None``; text of what the field tells apart itself."""
     if get_origin(annotation) in (Union, types.UnionType):
-        (annotation,) = (part for part in get_args(annotation) if part is not type(None))
+        kinds = [part for part in get_args(annotation) if part is not type(None)]
+        return kinds[0] if len(kinds) == 1 else str
     return annotation
 
 

@@ -41,7 +41,7 @@ from offline_diffusion.data.publication import Publications
 from offline_diffusion.data.remote import Remote
 from offline_diffusion.data.state_files import FolderFiles, StateFiles
 from offline_diffusion.data.storage import LIST_INTERVAL_S, Storage
-from offline_diffusion.errors import JobError
+from offline_diffusion.errors import JobError, JobInterrupted
 
 __all__ = ["JobIdentity", "Ledger", "Marker", "Shard", "Shards", "make_shards", "open_to_read"]
 
@@ -177,6 +177,21 @@ class Ledger:
         if self.remote is not None:
             self.remote.pull_marker(shard.stem, self.next_number(shard))
 
+    def park(self, shard: Shard) -> None:
+        """Leaves what was made of a shard where other machines find it, if that can be done."""
+        if self.remote is not None:
+            with contextlib.suppress(JobError, JobInterrupted):
+                self.remote.park(shard.stem)
+
+    def unpark(self, shard: Shard) -> None:
+        """Gets what other machines left of a shard.
+
+        Raises:
+            JobInterrupted: The storage cannot be reached.
+        """
+        if self.remote is not None:
+            self.remote.unpark(shard.stem)
+
     def shown(self, path: Path) -> str:
         """How to tell users of a path in the output."""
         return str(path) if self.remote is None else f"{self.place}/{path.relative_to(self.out).as_posix()}"
@@ -277,6 +292,9 @@ class Ledger:
             return False
         for folder in superseded_folders(self.out):
             shutil.rmtree(folder, ignore_errors=True)
+        if self.remote is not None:
+            self.publications.roll_forward()
+            self.remote.drop_parked()
         return True
 
 

@@ -11,19 +11,28 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from offline_diffusion.data.files import create_file, move_away, replace_file, to_json, write_file
+from offline_diffusion.data.files import (
+    create_file,
+    move_away,
+    replace_file,
+    scratch_path,
+    to_json,
+    write_file,
+)
 from offline_diffusion.data.heartbeat import Heartbeat, heartbeat_name
 from offline_diffusion.data.job_file import JOB_FILE, JobIdentity, new_job
 from offline_diffusion.data.layout import (
     METRICS,
+    PARTIALS,
     SCRATCH,
     SHARDS,
     STAGED,
     STATE,
+    STEPS,
     TABLES,
     TASKS,
     Shard,
@@ -38,6 +47,9 @@ from offline_diffusion.data.publication import MARKER_FILE, Publications
 from offline_diffusion.data.state_files import StorageFiles
 from offline_diffusion.data.storage import LIST_INTERVAL_S, Storage
 from offline_diffusion.errors import JobError
+
+UNFINISHED = (PARTIALS, STEPS)
+"""Folders with what was made of shards that are not published yet."""
 
 MANIFEST_INDEX = "manifest"
 """In ``_state``: what was read of the manifest. The same whatever job it is read for."""
@@ -159,6 +171,38 @@ class Remote:
         for path, content in self.storage.read_all([f"{folder}/{name}" for name in names]).items():
             replace_file(self.out / path, content, self.out / SCRATCH, durable=False)
 
+    def park(self, stem: str) -> None:
+        """Uploads what was made of a shard so far: the next owner may be another machine.
+
+        Raises:
+            JobInterrupted: The storage cannot be reached. Here everything is kept.
+        """
+        for folder in UNFINISHED:
+            for path in (self.out / folder).glob(f"{stem}.*"):
+                self.storage.upload(path, f"{folder}/{path.name}")
+
+    def unpark(self, stem: str) -> None:
+        """Gets what other machines have made of a shard, as far as they could park it."""
+        for folder in UNFINISHED:
+            (self.out / folder).mkdir(parents=True, exist_ok=True)
+            for name in self.storage.names(folder):
+                target = self.out / folder / name
+                if name.startswith(f"{stem}.") and not target.exists():
+                    self._download(f"{folder}/{name}", target)
+
+    def drop_parked(self, stems: Container[str] | None = None) -> None:
+        """Deletes what is parked of published shards; None is all."""
+        for folder in UNFINISHED:
+            for name in self.storage.names(folder):
+                if stems is None or name.split(".")[0] in stems:
+                    self.storage.remove(f"{folder}/{name}")
+
+    def _download(self, path: str, target: Path) -> None:
+        scratch = scratch_path(self.out / SCRATCH, target.name)
+        with contextlib.suppress(FileNotFoundError):
+            self.storage.download(path, scratch)
+            os.replace(scratch, target)
+
     def table_sizes(self) -> dict[str, int]:
         """Every file in the tables' folders, with its bytes."""
         return {
@@ -228,6 +272,7 @@ class RemotePublications(Publications):
         if staged.number > 0 and not self.remote.pull_marker(staged.stem, staged.number + 1):
             self._remove_surplus(staged, marker)
         storage.remove_folder(f"{STAGED}/{staged.path.name}")
+        self.remote.drop_parked({staged.stem})
         for here in (staged, *self._others(staged)):
             move_away(here.path, self.scratch)
 

@@ -159,6 +159,7 @@ class ShardQueue:
         for index, claimed in list(self._ours.items()):
             owner = newest.get(index, Newest(-1, False))
             if owner.generation <= claimed.generation and not self._is_published(index):
+                self._ledger.park(claimed.shard)
                 self._claims.release(*self._ours.pop(index))
         self.let_go(lambda _: False)
 
@@ -188,6 +189,7 @@ class ShardQueue:
         if self._is_published(index):  # since the last look
             self._claims.remove([(shard, generation)])
             return None
+        self._ledger.unpark(shard)
         self._ours[index] = ClaimedShard(shard, generation)
         self.taken.append(index)
         return self._ours[index]
