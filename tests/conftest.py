@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,30 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the shared data: {folder} is no folder (set OFFDIFF_SHARED)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[Any]:
+    pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+    from s3_server import S3Server
+
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(_s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A real S3 server with an empty bucket, which the environment points to; see ``s3_server``."""
+    from offline_diffusion.data import storage
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", _s3_server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    # Only our own patience: that of the libraries takes seconds.
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.01)
+    _s3_server.reset()
+    return _s3_server

@@ -96,10 +96,9 @@ class Storage:
             full = {self._full(path): path for path in part}
             answers = self._do(part[0], functools.partial(self._fs.cat, list(full), on_error="return"))
             for name, answer in answers.items():
-                path = full[name]
-                if isinstance(answer, FileNotFoundError):
-                    continue
-                found[path] = self.read(path) if isinstance(answer, Exception) else bytes(answer)
+                with contextlib.suppress(FileNotFoundError):
+                    is_bad = isinstance(answer, Exception) and not isinstance(answer, FileNotFoundError)
+                    found[full[name]] = self.read(full[name]) if is_bad else _content(answer)
         return found
 
     def create(self, path: str, content: bytes) -> bool:
@@ -118,6 +117,10 @@ class Storage:
                 self._fs.pipe_file(self._full(path), content, mode="create")
             except FileExistsError:
                 return bytes(self._fs.cat_file(self._full(path))) == content
+            except FileNotFoundError as error:  # of a bucket; nothing else must be there for a new file
+                raise JobError(
+                    f"{self.url}: {_describe(error)}", hint="the bucket must be there before the job"
+                ) from None
             return True
 
         return self._do(path, attempt)
@@ -199,7 +202,7 @@ class Storage:
         while True:
             try:
                 answer = request()
-            except (FileNotFoundError, FileExistsError):
+            except (FileNotFoundError, FileExistsError, JobError):
                 raise
             except Exception as error:  # each file system has errors of its own
                 where = f"{self.url}/{path}".rstrip("/")
@@ -234,6 +237,12 @@ def _file_system(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise ConfigError(f"{url}: {error}", hint="s3:// and gs:// are known, among others") from None
     return fs, str(root).rstrip("/")
+
+
+def _content(answer: bytes | FileNotFoundError) -> bytes:
+    if isinstance(answer, FileNotFoundError):
+        raise answer
+    return bytes(answer)
 
 
 def _is_access(error: Exception) -> bool:

@@ -1,0 +1,342 @@
+"""Outputs on object storage: against a real S3 server whose requests fail on demand, and in memory."""
+
+import functools
+import itertools
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from output_fakes import contents, make_identity, make_rows, run_job
+from s3_server import BUCKET, Fault, S3Request, S3Server
+
+from offline_diffusion.data.claims import Claims
+from offline_diffusion.data.ledger import Ledger, open_to_read
+from offline_diffusion.data.quick_check import find_broken
+from offline_diffusion.data.shard_queue import ShardQueue
+from offline_diffusion.data.status import read_status
+from offline_diffusion.data.storage import Storage
+from offline_diffusion.data.verify import verify, verify_shards
+from offline_diffusion.errors import ConfigError, JobError, JobInterrupted, JobMismatchError
+
+URL = f"s3://{BUCKET}/job"
+ROWS = make_rows(6, images=2, faults=(4,))
+TABLES = {f"{table}/shard-0000{shard}.parquet" for table in ("images", "metrics") for shard in range(2)} | {
+    "failures/shard-00001.parquet"
+}
+
+
+class Killed(BaseException):
+    """What a process does after this no storage ever sees."""
+
+
+def open_job(work: Path, url: str = URL, *, rows: int = 6, **options: Any) -> Ledger:
+    ledger = Ledger(work, Storage(url, **options))
+    ledger.open(make_identity(rows, 3))
+    return ledger
+
+
+def check(s3: S3Server, folder: Path, whole: Path) -> None:
+    """A copy of what is there is a whole dataset, the same as that of a run on a disk."""
+    copy = s3.download("job", folder)
+    report = verify(copy, num_threads=1)
+    assert report.ok, report.problems
+    assert report.finished
+    assert contents(copy) == contents(whole)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole")
+    ledger = Ledger(out)
+    ledger.open(make_identity(6, 3))
+    run_job(ledger, ROWS)
+    return out
+
+
+def test_a_job_is_there_as_on_a_disk(s3: S3Server, tmp_path: Path, whole: Path) -> None:
+    ledger = open_job(tmp_path / "work")
+    run_job(ledger, ROWS)
+    check(s3, tmp_path / "copy", whole)
+    keys = set(s3.keys("job"))
+    assert {key for key in keys if not key.startswith("_state/")} == {*TABLES, "README.md", "job.json"}
+    assert not [key for key in keys if key.startswith(("_state/staged", "_state/claims", "_state/partial"))]
+    left = [path for path in (tmp_path / "work").rglob("*") if path.suffix in {".parquet", ".arrows"}]
+    assert not left, "the working folder keeps no images"
+
+
+def test_nothing_is_done_twice(s3: S3Server, tmp_path: Path) -> None:
+    run_job(open_job(tmp_path / "work"), ROWS)
+    before = s3.keys("job")
+    for work in (tmp_path / "work", tmp_path / "another machine"):
+        drawn: list[tuple[int, int]] = []
+        run_job(open_job(work), ROWS, drawn=drawn)
+        assert not drawn
+    uploads = [request for request in s3.requests if request.verb == "PUT" and "staged" in request.key]
+    assert len(uploads) == len(TABLES)
+    assert {key: size for key, size in s3.keys("job").items() if "tasks" not in key}.items() <= before.items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_death_at_every_request(
+    s3: S3Server, tmp_path: Path, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The n-th request is the last of a process; then another machine goes on, or this one."""
+    do, calls = Storage._do, 0
+
+    def dying(self: Storage, path: str, request: Callable[[], Any]) -> Any:
+        nonlocal calls
+        if path.startswith("_state/tasks/"):
+            return do(self, path, request)
+        calls += 1
+        if calls < last:
+            return do(self, path, request)
+        if calls == last and after:
+            do(self, path, request)
+        raise Killed
+
+    rows = make_rows(2)
+    for last in range(1, 200):
+        s3.reset()
+        calls = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(Storage, "_do", dying)
+            try:
+                run_job(open_job(tmp_path / f"{last}", rows=2), rows)
+                break
+            except Killed:
+                pass
+        work = tmp_path / (f"{last}" if last % 2 else f"{last} elsewhere")
+        run_job(open_job(work, rows=2), rows)
+        copy = s3.download("job", tmp_path / f"{last} copy")
+        report = verify(copy, num_threads=1)
+        assert (report.ok, report.finished, report.num_images) == (True, True, 2), report.problems
+        assert not [key for key in s3.keys("job") if key.startswith("_state/staged")]
+    assert last > 20
+
+
+@pytest.mark.parametrize("kind", ["busy", "lost"])
+def test_requests_that_fail_are_made_again(s3: S3Server, tmp_path: Path, whole: Path, kind: Fault) -> None:
+    """Each first try fails; where the answer is lost, what was done must not be taken for another's deed."""
+    seen: set[S3Request] = set()
+
+    def first_try(request: S3Request) -> Fault | None:
+        if request in seen or "tasks" in request.key:
+            return None
+        seen.add(request)
+        return kind
+
+    s3.fault = first_try
+    said: list[str] = []
+    run_job(open_job(tmp_path / "work", say=said.append), ROWS)
+    s3.fault = lambda _: None
+    check(s3, tmp_path / "copy", whole)
+    assert len(seen) > 20
+
+
+def test_an_outage_ends_the_job_in_good_order_and_nothing_is_lost(
+    s3: S3Server, tmp_path: Path, whole: Path
+) -> None:
+    s3.fault = lambda request: "busy" if "staged" in request.key else None
+    said: list[str] = []
+    drawn: list[tuple[int, int]] = []
+    with pytest.raises(JobInterrupted, match=r"cannot be reached: .*made up") as caught:
+        run_job(open_job(tmp_path / "work", say=said.append, give_up_after_s=0.3), ROWS, drawn=drawn)
+    assert caught.value.exit_code == 75
+    assert [line for line in said if "trying again, for at most 0 s" in line]
+    s3.fault = lambda _: None
+    again: list[tuple[int, int]] = []
+    run_job(open_job(tmp_path / "work"), ROWS, drawn=again)
+    check(s3, tmp_path / "copy", whole)
+    assert not {*drawn[:6]} & {*again}, "images of the first shard are drawn again"
+
+
+def test_what_is_denied_is_told_at_once_with_where_credentials_come_from(
+    s3: S3Server, tmp_path: Path
+) -> None:
+    s3.fault = lambda _: "denied"
+    with pytest.raises(JobError, match=f"{URL}/job.json: Forbidden") as caught:
+        open_job(tmp_path)
+    assert "AWS_PROFILE" in (caught.value.hint or "")
+
+
+def test_a_place_that_holds_something_else_is_left_alone(s3: S3Server, tmp_path: Path) -> None:
+    s3.put("job/thesis.pdf", b"dear")
+    with pytest.raises(JobError, match=r"is not empty and was not written by offdiff: it holds thesis\.pdf"):
+        open_job(tmp_path)
+    assert set(s3.keys("job")) == {"thesis.pdf"}
+
+
+def test_another_job_is_refused(s3: S3Server, tmp_path: Path) -> None:
+    open_job(tmp_path / "a")
+    with pytest.raises(JobMismatchError, match="num_rows: 6 -> 7"):
+        open_job(tmp_path / "b", rows=7)
+
+
+def test_a_job_that_was_deleted_there_begins_anew(s3: S3Server, tmp_path: Path, whole: Path) -> None:
+    run_job(open_job(tmp_path / "work"), ROWS)
+    for key in s3.keys("job"):
+        s3.delete(f"job/{key}")
+    run_job(open_job(tmp_path / "work"), ROWS)
+    check(s3, tmp_path / "copy", whole)
+
+
+@pytest.mark.parametrize("how", ["missing", "cut short", "marker"])
+def test_what_is_broken_is_made_again(s3: S3Server, tmp_path: Path, whole: Path, how: str) -> None:
+    run_job(open_job(tmp_path / "work"), ROWS)
+    if how == "marker":
+        s3.delete("job/_state/shards/shard-00001.json")
+    elif how == "missing":
+        s3.delete("job/images/shard-00001.parquet")
+    else:
+        s3.put("job/images/shard-00001.parquet", b"PAR1")
+    with open_to_read(URL) as ledger:
+        reports = list(verify_shards(ledger, num_threads=1))
+    assert [report.done and not report.problems for report in reports] == [True, False]
+    ledger = open_job(tmp_path / "work")
+    broken = find_broken(ledger, ledger.shards)
+    assert list(broken) == ([] if how == "marker" else [1])
+    run_job(ledger, ROWS)
+    check(s3, tmp_path / "copy", whole)
+
+
+def test_failures_are_retried(s3: S3Server, tmp_path: Path, whole: Path) -> None:
+    failing = {(0, 1): "nan"}
+    run_job(open_job(tmp_path / "work"), ROWS, failing=failing)
+    drawn: list[tuple[int, int]] = []
+    run_job(open_job(tmp_path / "elsewhere"), ROWS, retry_failed=True, drawn=drawn)
+    assert drawn == [(0, 1)]
+    check(s3, tmp_path / "copy", whole)
+    assert {"_state/shards/shard-00000.json", "_state/shards/shard-00000.r1.json"} <= set(s3.keys("job"))
+    assert "failures/shard-00000.parquet" not in s3.keys("job"), "surplus of the publication before"
+
+
+def test_a_late_winner_changes_nothing(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has committed and freezes; others put its files into their places and publish the shard again."""
+    from offline_diffusion.data.remote import RemotePublications
+
+    late: list[tuple[Any, ...]] = []
+    move = RemotePublications.move
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePublications, "move", lambda *arguments: late.append(arguments))
+        patch.setattr(RemotePublications, "roll_forward", lambda *_: None)
+        run_job(open_job(tmp_path / "late"), ROWS[:3] + ROWS[3:], failing={(0, 0): "nan"})
+    run_job(open_job(tmp_path / "work"), ROWS, retry_failed=True)
+    before = {key: s3.client.get_object(Bucket=BUCKET, Key=f"job/{key}")["ETag"] for key in s3.keys("job")}
+    for arguments in late:
+        move(*arguments)
+    after = {key: s3.client.get_object(Bucket=BUCKET, Key=f"job/{key}")["ETag"] for key in s3.keys("job")}
+    assert after == before
+
+
+def test_of_two_that_publish_at_once_one_wins(s3: S3Server, tmp_path: Path, whole: Path) -> None:
+    """Both make every shard without a claim, as a frozen one and its heir may."""
+    threads = [
+        threading.Thread(target=lambda n=n: run_job(open_job(tmp_path / f"{n}"), ROWS)) for n in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    check(s3, tmp_path / "copy", whole)
+    markers = [key for key in s3.keys("job") if key.startswith("_state/shards")]
+    assert len(markers) == 2
+    for key in markers:
+        marker = json.loads(s3.client.get_object(Bucket=BUCKET, Key=f"job/{key}")["Body"].read())
+        (images,) = (file for file in marker["files"] if file["path"].startswith("images"))
+        assert s3.keys("job")[images["path"]] == images["num_bytes"]
+
+
+def queue_of(ledger: Ledger, worker: str, share: list[int]) -> ShardQueue:
+    claims = Claims(ledger.out, worker=worker, task=0, job_id=ledger.job.job_id, files=ledger.files)
+    todo = dict.fromkeys(range(len(ledger.shards)))
+    looks = itertools.count(step=2.0)
+    clock = functools.partial(next, looks)
+    return ShardQueue(ledger, claims, todo=todo, share=share, costs=[1.0, 1.0], clock=clock)
+
+
+def test_machines_share_nothing_but_the_storage_and_keep_apart(s3: S3Server, tmp_path: Path) -> None:
+    ledgers = [open_job(tmp_path / name) for name in "ab"]
+    queues = [queue_of(ledger, f"w{n}", [n]) for n, ledger in enumerate(ledgers)]
+    taken = [queue.take() for queue in queues]
+    assert [claimed.shard.index for claimed in taken if claimed] == [0, 1]
+    assert queues[0].take() is None, "the other one has it"
+    queues[1].close()
+    (again,) = filter(None, [queues[0].take()])
+    assert (again.shard.index, again.generation) == (1, 1)
+
+
+def test_what_a_stopped_machine_has_made_another_one_goes_on_with(
+    s3: S3Server, tmp_path: Path, whole: Path
+) -> None:
+    from output_fakes import all_images, make_output
+
+    from offline_diffusion.data.sink import Sink
+
+    ledger = open_job(tmp_path / "a")
+    queue = queue_of(ledger, "a", [0, 1])
+    claimed = queue.take()
+    assert claimed is not None
+    sink = Sink(ledger)
+    sink.open_shard(claimed.shard, ROWS[:3], generation=claimed.generation)
+    for image in all_images(ROWS[:2]):
+        sink.submit(0, image, make_output(image))
+    sink.close(abandon=True)
+    (ledger.out / "_state" / "steps" / "shard-00000.000000.safetensors").write_bytes(b"steps")
+    queue.close()
+    other = open_job(tmp_path / "b")
+    assert queue_of(other, "b", [0, 1]).take() == (other.shards[0], 1)
+    assert (other.out / "_state" / "steps" / "shard-00000.000000.safetensors").read_bytes() == b"steps"
+    drawn: list[tuple[int, int]] = []
+    run_job(other, ROWS, drawn=drawn)
+    assert {row for row, _ in drawn} == {2, 3, 5}
+    check(s3, tmp_path / "copy", whole)
+    assert not [key for key in s3.keys("job") if key.startswith(("_state/partial", "_state/steps"))]
+
+
+def test_status_and_verify_read_the_storage_alone(s3: S3Server, tmp_path: Path) -> None:
+    run_job(open_job(tmp_path / "work"), ROWS, failing={(0, 0): "nan"})
+    status = read_status(URL)
+    assert (status.out, status.finished, status.num_ok, status.num_failed) == (URL, True, 9, 1)
+    assert status.num_invalid_rows == 1
+    assert [worker.state for worker in status.workers] == ["done"]
+    with open_to_read(URL) as ledger:
+        reports = list(verify_shards(ledger, num_threads=1))
+        assert not list(ledger.out.glob("images/*")), "a shard's files go before the next one's come"
+    assert [(report.num_rows, report.num_images, report.problems) for report in reports] == [
+        (3, 5, []),
+        (3, 4, []),
+    ]
+
+
+def test_nothing_there_is_told(s3: S3Server) -> None:
+    with pytest.raises(JobError, match=f"{URL} is not an output of offdiff: it has no job.json"):
+        read_status(URL)
+
+
+def test_a_storage_that_cannot_tell_the_first_from_the_second_is_noticed(
+    s3: S3Server, tmp_path: Path
+) -> None:
+    ledger = open_job(tmp_path)
+    assert ledger.remote is not None
+    assert ledger.remote.is_exclusive()
+    s3.ignores_conditions = True
+    assert not ledger.remote.is_exclusive()
+
+
+def test_any_file_system_of_fsspec_will_do(tmp_path: Path, whole: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    run_job(open_job(tmp_path / "work", "memory://bucket/job"), ROWS)
+    fs.get("/bucket/job", str(tmp_path / "copy"), recursive=True)
+    assert verify(tmp_path / "copy", num_threads=1).ok
+    assert contents(tmp_path / "copy") == contents(whole)
+    fs.rm("/bucket", recursive=True)
+
+
+def test_an_unknown_kind_of_storage_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"nosuch://x/y: .*nosuch"):
+        Storage("nosuch://x/y")
