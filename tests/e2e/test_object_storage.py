@@ -1,5 +1,6 @@
 """``offdiff`` with its output on object storage, stopped, killed, and gone on with by other machines."""
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_machines_come_and_go(s3: S3Server, tmp_path: Path) -> None:
     assert {process.wait() for process in both} <= {0, 3}, [process.stderr for process in both]
     last = offdiff("run", manifest, "--out", URL, "--work-dir", tmp_path / "d", *FLAGS)
     assert last.returncode == 3, last.stderr
-    assert f"done: 39 of 39 images in {URL}" in last.stderr.replace(" s (0 images/s)", "").replace("in 0", "")
+    assert re.search(rf"^done: 39 of 39 images in .* in {URL}$", last.stderr, re.MULTILINE), last.stderr
     verified = offdiff("verify", URL)
     assert verified.returncode == 0, verified.stdout + verified.stderr
     status = offdiff("status", URL)
@@ -97,7 +98,7 @@ def test_messages(s3: S3Server, tmp_path: Path) -> None:
     missing = offdiff("run", manifest, "--out", "s3://no-such-bucket/x", "--work-dir", tmp_path / "a")
     assert missing.returncode == 1
     assert "Traceback" not in missing.stderr
-    assert "no-such-bucket" in missing.stderr
+    assert missing.stderr.startswith("Error: s3://no-such-bucket/x: The specified bucket does not exist")
     unknown = offdiff("run", manifest, "--out", "what://bucket/x", "--work-dir", tmp_path / "a")
     assert unknown.returncode == 2
     assert "what://bucket/x" in unknown.stderr
