@@ -252,7 +252,8 @@ def _is_access(error: Exception) -> bool:
 def _is_final(error: Exception) -> bool:
     """Whether trying again is of no use."""
     is_ours = isinstance(error, NotImplementedError | TypeError | AttributeError | ValueError)
-    return is_ours or _is_access(error)
+    # botocore has classes of its own; a bucket's name that it refuses is one of these.
+    return is_ours or _is_access(error) or "validation" in type(error).__name__.lower()
 
 
 def _describe(error: Exception) -> str:
