@@ -122,6 +122,8 @@ class JobConfig(EngineConfig):
     def _folder_or_url(cls, value: Any) -> Any:
         if not isinstance(value, str) or is_storage_url(value):
             return value
+        if "::" in value and "://" in value:
+            raise ValueError("must be a folder or one URL: chains such as a::b:// are for manifests")
         return Path(value.removeprefix("file://"))
 
     @property

@@ -312,3 +312,28 @@ def test_an_alias_of_a_value_is_taken(tmp_path: Path) -> None:
 def test_a_job_file_without_end() -> None:
     with pytest.raises(ConfigError, match="/dev/zero holds over 262144 characters"):
         read_job_file(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/set", "gs://bucket/a b/set/", "memory://x"])
+def test_an_output_on_object_storage_has_a_working_folder_of_its_own(out: str, tmp_path: Path) -> None:
+    config = make_job_config({"manifests": "a.jsonl", "out": out, "work_dir": tmp_path})
+    assert config.out == out
+    assert config.folder.parent == tmp_path
+    other = make_job_config({"manifests": "a.jsonl", "out": f"{out}2", "work_dir": tmp_path})
+    assert config.folder != other.folder
+    assert make_job_config(config.model_dump(mode="json", exclude_none=True)) == config
+
+
+def test_an_output_on_a_disk_is_its_own_working_folder() -> None:
+    for out, folder in (
+        ("out/a", Path("out/a")),
+        ("file:///tmp/a", Path("/tmp/a")),
+        ("s3:/x", Path("s3:/x")),
+    ):
+        config = make_job_config({"manifests": "a.jsonl", "out": out})
+        assert config.out == config.folder == folder
+
+
+def test_a_chain_of_urls_is_no_output() -> None:
+    with pytest.raises(ConfigError, match=r"out: must be a folder or one URL"):
+        make_job_config({"manifests": "a.jsonl", "out": "simplecache::s3://bucket/set"})

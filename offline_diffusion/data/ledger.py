@@ -288,6 +288,7 @@ class Ledger:
         Returns:
             Whether every shard is published.
         """
+        self._next_pull = 0.0
         if len(self.published()) < len(self.shards):
             return False
         for folder in superseded_folders(self.out):

@@ -253,6 +253,10 @@ class RemotePublications(Publications):
         write_file(staged.path / MARKER_FILE, content)
         for file in marker.files:
             storage.upload(staged_file(staged.path, file.path), self._place(staged, file))
+        arrived = storage.names(f"{STAGED}/{staged.path.name}")
+        for file in marker.files:
+            if arrived.get(staged_file(Path(), file.path).name) != file.num_bytes:
+                raise JobError(f"{storage}/{self._place(staged, file)} is not what was uploaded")
         name = publication_name(staged.stem, staged.number)
         won = storage.create(f"{SHARDS}/{name}.json", content)
         self.remote.pull_marker(staged.stem, staged.number)

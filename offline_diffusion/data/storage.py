@@ -257,5 +257,7 @@ def _is_final(error: Exception) -> bool:
 
 
 def _describe(error: Exception) -> str:
+    if isinstance(error, NotImplementedError):
+        return "this kind of storage cannot be written to"
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:299]}…"

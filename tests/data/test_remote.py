@@ -340,3 +340,28 @@ def test_any_file_system_of_fsspec_will_do(tmp_path: Path, whole: Path) -> None:
 def test_an_unknown_kind_of_storage_is_told() -> None:
     with pytest.raises(ConfigError, match=r"nosuch://x/y: .*nosuch"):
         Storage("nosuch://x/y")
+
+
+def test_a_storage_that_is_only_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(tmp_path, Storage("memory://bucket/job"))
+    monkeypatch.setattr(
+        "fsspec.implementations.memory.MemoryFileSystem.pipe_file",
+        lambda *_, **__: (_ for _ in ()).throw(NotImplementedError),
+    )
+    with pytest.raises(JobError, match="this kind of storage cannot be written to"):
+        ledger.open(make_identity(6, 3))
+
+
+def test_an_upload_that_did_not_arrive_whole_is_not_published(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = Storage.upload
+
+    def cut(self: Storage, source: Path, path: str) -> None:
+        upload(self, source, path)
+        s3.put(f"job/{path}", source.read_bytes()[:-1])
+
+    monkeypatch.setattr(Storage, "upload", cut)
+    with pytest.raises(JobError, match="is not what was uploaded"):
+        run_job(open_job(tmp_path), ROWS)
+    assert not [key for key in s3.keys("job") if key.startswith(("_state/shards", "images"))]
