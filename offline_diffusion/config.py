@@ -117,9 +117,9 @@ class JobConfig(EngineConfig):
     time_limit: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     profile: bool = False
 
-    @pydantic.field_validator("out", mode="before")
+    @pydantic.field_validator("out")
     @classmethod
-    def _folder_or_url(cls, value: Any) -> Any:
+    def _folder_or_url(cls, value: Path | str) -> Path | str:
         if not isinstance(value, str) or is_storage_url(value):
             return value
         if "::" in value and "://" in value:
