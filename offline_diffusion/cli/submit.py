@@ -14,6 +14,9 @@ from offline_diffusion.config import JobConfig, make_job_config, make_options
 from offline_diffusion.errors import ConfigError
 from offline_diffusion.launch.slurm import LOGS, SlurmArray, render_script, submit_script
 
+LOGS_OF_URL = "offdiff-logs"
+"""Where an output on object storage has its logs."""
+
 slurm_options = together(
     click.option("--array", type=int, required=True, metavar="N", help="Number of tasks."),
     click.option("--max-parallel", type=int, metavar="N", help="Most tasks that run at once."),
@@ -31,7 +34,7 @@ slurm_options = together(
         "--logs",
         type=click.Path(path_type=Path),
         metavar="DIR",
-        help=f"Folder of the logs.  [default: OUT/{LOGS}]",
+        help=f"Folder of the logs.  [default: OUT/{LOGS}; for a URL {LOGS_OF_URL}/NAME]",
     ),
     click.option(
         "--setup",
@@ -107,7 +110,9 @@ def _job(job_file: Path) -> JobConfig:
 
 def _array(job_file: Path, config: JobConfig, asked: dict[str, Any]) -> SlurmArray:
     given = {name: value for name, value in asked.items() if value is not None}
-    defaults = {"logs": config.folder / LOGS, "job_name": config.folder.absolute().name}
+    name = Path(config.out).absolute().name
+    logs = config.out / LOGS if isinstance(config.out, Path) else Path(LOGS_OF_URL) / name
+    defaults = {"logs": logs, "job_name": name}
     spelling = {name: f"--{name.replace('_', '-')}" for name in SlurmArray.model_fields}
     spelling["job_file"] = "job file"
     return make_options(SlurmArray, {"job_file": job_file} | defaults | given, spelling=spelling)
