@@ -177,11 +177,16 @@ class Ledger:
         if self.remote is not None:
             self.remote.pull_marker(shard.stem, self.next_number(shard))
 
-    def park(self, shard: Shard) -> None:
-        """Leaves what was made of a shard where other machines find it, if that can be done."""
+    def park(self, shard: Shard, *, until: float) -> None:
+        """Leaves what was made of a shard where other machines find it, if that can be done.
+
+        Args:
+            shard: Its partials are whole on disk.
+            until: Nothing is begun later, in seconds of the monotonic clock.
+        """
         if self.remote is not None:
-            with contextlib.suppress(JobError, JobInterrupted):
-                self.remote.park(shard.stem)
+            with contextlib.suppress(JobError, JobInterrupted, OSError):
+                self.remote.park(shard.stem, until=until)
 
     def unpark(self, shard: Shard) -> None:
         """Gets what other machines left of a shard.

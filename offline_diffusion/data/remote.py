@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from offline_diffusion.data.files import (
     write_file,
 )
 from offline_diffusion.data.heartbeat import Heartbeat, heartbeat_name
-from offline_diffusion.data.job_file import JOB_FILE, JobIdentity, new_job
+from offline_diffusion.data.job_file import JOB_FILE, JobIdentity, new_job, read_job
 from offline_diffusion.data.layout import (
     METRICS,
     PARTIALS,
@@ -101,6 +101,18 @@ class Remote:
         """Whether the storage lets only one process create a file."""
         return self.storage.is_exclusive(JOB_FILE)
 
+    def check_current(self) -> None:
+        """Raises ``JobError`` when the place was emptied, or given to another job, meanwhile."""
+        try:
+            content = self.storage.read(JOB_FILE)
+        except FileNotFoundError:
+            content = b""
+        if content != (self.out / JOB_FILE).read_bytes():
+            raise JobError(
+                f"{self.storage} is not this job's any more: its {JOB_FILE} was deleted or replaced",
+                hint="give the job another --out",
+            )
+
     def read_job(self) -> None:
         """Puts a copy of ``job.json`` into an empty working folder, for readers.
 
@@ -119,7 +131,8 @@ class Remote:
 
     def _refuse_foreign(self) -> None:
         names = [*self.storage.folders(""), *self.storage.names("")]
-        if foreign := [name for name in names if name != STATE and not name.startswith(".")]:
+        foreign = [name for name in names if name != STATE and not name.startswith(".")]
+        if foreign and not self.storage.exists(JOB_FILE):  # else somebody else has begun meanwhile
             shown = ", ".join(sorted(foreign)[:5]) + (", ..." if len(foreign) > 5 else "")
             raise JobError(
                 f"{self.storage} is not empty and was not written by offdiff: it holds {shown}",
@@ -128,13 +141,18 @@ class Remote:
 
     def _take_job_file(self, content: bytes) -> None:
         path = self.out / JOB_FILE
-        if path.exists() and path.read_bytes() != content:  # of a job that was deleted over there
-            path.unlink()
-            for name in os.listdir(self.out / STATE):
-                if name != MANIFEST_INDEX:
-                    shutil.rmtree(self.out / STATE / name, ignore_errors=True)
         (self.out / SCRATCH).mkdir(parents=True, exist_ok=True)
-        create_file(path, content, self.out / SCRATCH)
+        if not create_file(path, content, self.out / SCRATCH) and path.read_bytes() != content:
+            # Of a job that was deleted over there. Of several workers that find that one clears up.
+            aside = scratch_path(self.out / STATE, JOB_FILE)
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path, aside)
+                for name in os.listdir(self.out / STATE):
+                    if name not in (MANIFEST_INDEX, aside.name):
+                        shutil.rmtree(self.out / STATE / name, ignore_errors=True)
+                aside.unlink()
+            (self.out / SCRATCH).mkdir(parents=True, exist_ok=True)
+            create_file(path, content, self.out / SCRATCH)
 
     def pull_markers(self, *, drop: bool = False) -> None:
         """Gets the markers that are not here yet.
@@ -144,10 +162,15 @@ class Remote:
         """
         folder = self.out / SHARDS
         folder.mkdir(parents=True, exist_ok=True)
-        there, here = set(self.storage.names(SHARDS)), set(os.listdir(folder))
-        self._pull(SHARDS, sorted(there - here))
-        for name in here - there if drop else ():
-            (folder / name).unlink(missing_ok=True)
+        here = {path.name: path.stat().st_size for path in folder.iterdir()} if drop else os.listdir(folder)
+        # Listed after those here: what is here and not there was deleted there.
+        there = self.storage.names(SHARDS)
+        self._pull(SHARDS, [name for name in there if name not in here])
+        if isinstance(here, dict):
+            gone = [name for name, size in here.items() if there.get(name) != size]
+            for name in gone:
+                (folder / name).unlink(missing_ok=True)
+            self._pull(SHARDS, [name for name in gone if name in there])
 
     def pull_heartbeats(self) -> None:
         """Gets the workers' signs of life, for readers."""
@@ -167,35 +190,61 @@ class Remote:
             self._pull(SHARDS, [name])
         return (self.out / SHARDS / name).exists()
 
-    def _pull(self, folder: str, names: list[str]) -> None:
-        for path, content in self.storage.read_all([f"{folder}/{name}" for name in names]).items():
-            replace_file(self.out / path, content, self.out / SCRATCH, durable=False)
+    def refresh_marker(self, stem: str, number: int) -> None:
+        """Makes the copy of a marker like the one there; without one it goes."""
+        name = f"{publication_name(stem, number)}.json"
+        if not self._pull(SHARDS, [name]):
+            (self.out / SHARDS / name).unlink(missing_ok=True)
 
-    def park(self, stem: str) -> None:
+    def _pull(self, folder: str, names: list[str]) -> int:
+        found = self.storage.read_all([f"{folder}/{name}" for name in names])
+        for path, content in found.items():
+            replace_file(self.out / path, content, self.out / SCRATCH, durable=False)
+        return len(found)
+
+    def park(self, stem: str, *, until: float) -> None:
         """Uploads what was made of a shard so far: the next owner may be another machine.
 
+        Args:
+            stem: Which shard.
+            until: No file is begun later, in seconds of the monotonic clock.
+
         Raises:
-            JobInterrupted: The storage cannot be reached. Here everything is kept.
+            JobError, JobInterrupted: That cannot be done. Here everything is kept.
         """
         for folder in UNFINISHED:
             for path in (self.out / folder).glob(f"{stem}.*"):
-                self.storage.upload(path, f"{folder}/{path.name}")
+                if time.monotonic() < until:
+                    self.storage.upload(path, f"{self._parked(folder)}/{path.name}")
 
     def unpark(self, stem: str) -> None:
         """Gets what other machines have made of a shard, as far as they could park it."""
         for folder in UNFINISHED:
             (self.out / folder).mkdir(parents=True, exist_ok=True)
-            for name in self.storage.names(folder):
+            for name in self.storage.names(self._parked(folder)):
                 target = self.out / folder / name
                 if name.startswith(f"{stem}.") and not target.exists():
-                    self._download(f"{folder}/{name}", target)
+                    self._download(f"{self._parked(folder)}/{name}", target)
 
-    def drop_parked(self, stems: Container[str] | None = None) -> None:
-        """Deletes what is parked of published shards; None is all."""
+    def drop_parked(self, stem: str = "") -> None:
+        """Deletes what is parked of a published shard, or of all."""
         for folder in UNFINISHED:
-            for name in self.storage.names(folder):
-                if stems is None or name.split(".")[0] in stems:
-                    self.storage.remove(f"{folder}/{name}")
+            for name in self.storage.names(self._parked(folder)):
+                if name.startswith(f"{stem}." if stem else ""):
+                    self.storage.remove(f"{self._parked(folder)}/{name}")
+
+    def _parked(self, folder: str) -> str:
+        """Of this job alone: the place may have been emptied and begun anew since."""
+        return f"{STATE}/parked/{read_job(self.out).job_id}/{Path(folder).name}"
+
+    def _download_first(self, places: list[str]) -> list[Path]:
+        """Gets a file from the first of some places where it is."""
+        for place in places:
+            (self.out / place).parent.mkdir(parents=True, exist_ok=True)
+            self._download(place, self.out / place)
+            if (self.out / place).exists():
+                return [self.out / place]
+        return []
 
     def _download(self, path: str, target: Path) -> None:
         scratch = scratch_path(self.out / SCRATCH, target.name)
@@ -214,18 +263,18 @@ class Remote:
         """Has the files of a published shard in the working folder for a while: in their places, or staged
         where they are staged still. What is gone is left out."""
         staged = f"{STAGED}/{marker.staged}"
-        names = {file.path: str(staged_file(Path(staged), file.path)) for file in marker.files}
         still_staged = self.storage.names(staged)
-        paths = [names[path] if Path(names[path]).name in still_staged else path for path in names]
+        fetched: list[Path] = []
         try:
-            for path in paths:
-                (self.out / path).parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileNotFoundError):
-                    self.storage.download(path, self.out / path)
+            for file in marker.files:
+                name = staged_file(Path(staged), file.path)
+                # It may be moved between the look and the download.
+                places = [str(name), file.path] if name.name in still_staged else [file.path]
+                fetched += self._download_first(places)
             yield
         finally:
-            for path in paths:
-                (self.out / path).unlink(missing_ok=True)
+            for path in fetched:
+                path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 (self.out / staged).rmdir()
 
@@ -249,6 +298,7 @@ class RemotePublications(Publications):
         return sorted(self.remote.table_sizes())
 
     def commit(self, staged: StagedFolder, marker: Marker) -> bool:
+        self.remote.check_current()
         storage, content = self.remote.storage, to_json(asdict(marker))
         write_file(staged.path / MARKER_FILE, content)
         for file in marker.files:
@@ -273,10 +323,10 @@ class RemotePublications(Publications):
         for file in marker.files:
             with contextlib.suppress(FileNotFoundError):  # copied by somebody else, or too late
                 storage.copy(self._place(staged, file), file.path)
-        if staged.number > 0 and not self.remote.pull_marker(staged.stem, staged.number + 1):
+        if not self.remote.pull_marker(staged.stem, staged.number + 1):
             self._remove_surplus(staged, marker)
         storage.remove_folder(f"{STAGED}/{staged.path.name}")
-        self.remote.drop_parked({staged.stem})
+        self.remote.drop_parked(staged.stem)
         for here in (staged, *self._others(staged)):
             move_away(here.path, self.scratch)
 
@@ -293,7 +343,11 @@ class RemotePublications(Publications):
         numbers = self.numbers() if there or here else {}
         for staged in there:
             newest = numbers.get(staged.shard, -1)
-            marker = self.marker(staged.stem, newest) if staged.number <= newest else None
+            if staged.number > newest:  # its owner may still be at work
+                continue
+            # Somebody may have deleted the marker that is known here, and another one published anew.
+            self.remote.refresh_marker(staged.stem, newest)
+            marker = self.marker(staged.stem, newest)
             if marker is not None and marker.staged == staged.path.name:
                 self.move(staged, marker)
             elif marker is not None:
@@ -312,10 +366,9 @@ class RemotePublications(Publications):
                 yield other
 
     def _remove_surplus(self, staged: StagedFolder, marker: Marker) -> None:
-        """Files of the publications before, where this one has fewer."""
+        """Files of the publications before, where this one has fewer; their markers may be gone."""
         kept = {file.path for file in marker.files}
-        for number in range(staged.number):
-            old = self.marker(staged.stem, number)
-            for file in old.files if old is not None else ():
-                if file.path not in kept:
-                    self.remote.storage.remove(file.path)
+        markers = [self.marker(staged.stem, number) for number in range(staged.number)]
+        old = {file.path for each in markers if each is not None for file in each.files}
+        for path in {*old, *(f"{table}/{staged.stem}.parquet" for table in TABLES)} - kept:
+            self.remote.storage.remove(path)

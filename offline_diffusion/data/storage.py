@@ -7,6 +7,7 @@ system takes them by itself, the environment; none goes through our hands.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import random
 import threading
@@ -17,7 +18,9 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from offline_diffusion.errors import ConfigError, JobError, JobInterrupted
+from offline_diffusion.errors import ConfigError, DiskFullError, JobError, JobInterrupted
+
+PRECONDITION_FAILED, NOT_IMPLEMENTED = 412, 501
 
 GIVE_UP_AFTER_S = 300.0
 """So long is a request tried again that fails for a reason that may pass."""
@@ -28,10 +31,19 @@ STOPPING_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Between two tries; each pause is about twice the one before."""
 
+LONGEST_STOPPING_PAUSE_S = 0.5
+"""Likewise once the job was asked to stop."""
+
 LIST_INTERVAL_S = 5.0
 """Between two looks at what others have written: each is a request."""
 
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+_S3 = ("s3", "s3a")
+_EXTRAS = {**dict.fromkeys(_S3, "s3"), "gs": "gs", "gcs": "gs"}
+_PASSING = {408, 409, 425, 429}
+"""Of the HTTP statuses from 400 to 499 those that may pass."""
+_S3_OPTIONS = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}}
+"""Ours is the patience: with that of the libraries one try could take 25 minutes."""
+
 _BATCH = 256
 _CREDENTIALS_HINT = (
     "credentials come from the environment, as the storage's own tools take them (AWS_PROFILE or "
@@ -68,6 +80,8 @@ class Storage:
         self._say, self._stopped, self._give_up_after_s = say, stopped, give_up_after_s
         self._has_given_up = threading.Event()
         self._fs, self._root = _file_system(self.url)
+        # In one piece: for several, its size would have to be asked for first.
+        self._in_one = {"max_concurrency": 1} if self.url.split("://")[0] in _S3 else {}
 
     def __str__(self) -> str:
         return self.url
@@ -86,7 +100,11 @@ class Storage:
         Raises:
             FileNotFoundError: There is none.
         """
-        return self._do(path, lambda: bytes(self._fs.cat_file(self._full(path))))
+        return self._do(path, lambda: self._cat(path))
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file."""
+        return self._do(path, lambda: bool(self._fs.isfile(self._full(path))))
 
     def read_all(self, paths: Sequence[str]) -> dict[str, bytes]:
         """Many small files, some at once; those that are gone are left out."""
@@ -94,7 +112,9 @@ class Storage:
         for start in range(0, len(paths), _BATCH):
             part = paths[start : start + _BATCH]
             full = {self._full(path): path for path in part}
-            answers = self._do(part[0], functools.partial(self._fs.cat, list(full), on_error="return"))
+            answers = self._do(
+                part[0], functools.partial(self._fs.cat, list(full), on_error="return", **self._in_one)
+            )
             for name, answer in answers.items():
                 with contextlib.suppress(FileNotFoundError):
                     is_bad = isinstance(answer, Exception) and not isinstance(answer, FileNotFoundError)
@@ -113,26 +133,19 @@ class Storage:
         """
 
         def attempt() -> bool:
+            if self._create(path, content):
+                return True
             try:
-                self._fs.pipe_file(self._full(path), content, mode="create")
-            except FileExistsError:
-                return bytes(self._fs.cat_file(self._full(path))) == content
-            except FileNotFoundError as error:  # of a bucket; nothing else must be there for a new file
-                raise JobError(
-                    f"{self.url}: {_describe(error)}", hint="the bucket must be there before the job"
-                ) from None
-            return True
+                return self._cat(path) == content
+            except FileNotFoundError:  # it was another one's, and is not needed any more
+                return False
 
         return self._do(path, attempt)
 
     def is_exclusive(self, path: str) -> bool:
         """Whether the storage keeps a second one from creating ``path``, which is there already."""
         content = self.read(path)
-        try:
-            self._do(path, lambda: self._fs.pipe_file(self._full(path), content, mode="create"))
-        except FileExistsError:
-            return True
-        return False
+        return not self._do(path, lambda: self._create(path, content))
 
     def replace(self, path: str, content: bytes) -> None:
         """Writes a small file, whatever was there."""
@@ -149,13 +162,26 @@ class Storage:
             self._do(path, lambda: self._fs.rm_file(self._full(path)))
 
     def remove_folder(self, path: str) -> None:
-        """Deletes a folder with its files."""
-        with contextlib.suppress(FileNotFoundError):
-            self._do(path, lambda: self._fs.rm(self._full(path), recursive=True))
+        """Deletes the files of a folder, one by one: of many at once some may be left without a word."""
+        for name in self.names(path):
+            self.remove(f"{path}/{name}")
 
     def upload(self, source: Path, path: str) -> None:
-        """Writes a local file, in parts where it is large."""
-        self._do(path, lambda: self._fs.put_file(str(source), self._full(path)))
+        """Writes a local file, in parts where it is large.
+
+        Raises:
+            FileNotFoundError: ``source`` is gone.
+        """
+
+        def attempt() -> None:
+            try:
+                self._fs.put_file(str(source), self._full(path))
+            except FileNotFoundError as error:  # also of an upload in parts whose last answer was lost
+                if not source.exists():
+                    raise
+                raise ConnectionError(_describe(error)) from error
+
+        self._do(path, attempt)
 
     def download(self, path: str, target: Path) -> None:
         """Reads a file into a local one.
@@ -172,6 +198,27 @@ class Storage:
             FileNotFoundError: ``source`` is gone.
         """
         self._do(target, lambda: self._fs.cp_file(self._full(source), self._full(target)))
+
+    def _cat(self, path: str) -> bytes:
+        return bytes(self._fs.cat_file(self._full(path), **self._in_one))
+
+    def _create(self, path: str, content: bytes) -> bool:
+        """One try; False where something is there."""
+        try:
+            self._fs.pipe_file(self._full(path), content, mode="create")
+        except FileExistsError:
+            return False
+        except FileNotFoundError as error:  # of a bucket; nothing else must be there for a new file
+            hint = "the bucket must be there before the job"
+            raise JobError(f"{self.url}: {_describe(error)}", hint=hint) from None
+        except Exception as error:
+            status = _status(error)
+            if status == PRECONDITION_FAILED:
+                return False
+            if status == NOT_IMPLEMENTED:
+                raise NotImplementedError from error
+            raise
+        return True
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
@@ -206,10 +253,10 @@ class Storage:
                 raise
             except Exception as error:  # each file system has errors of its own
                 where = f"{self.url}/{path}".rstrip("/")
+                if _is_full(error):
+                    raise DiskFullError(f"{where} has no space here: {_describe(error)}") from error
                 if _is_final(error):
-                    raise JobError(
-                        f"{where}: {_describe(error)}", hint=_CREDENTIALS_HINT if _is_access(error) else None
-                    ) from error
+                    raise JobError(f"{where}: {_describe(error)}", hint=_hint(error)) from error
                 limit = min(self._give_up_after_s, STOPPING_S) if self._stopped() else self._give_up_after_s
                 if time.monotonic() - began > limit or self._has_given_up.is_set():
                     self._has_given_up.set()
@@ -219,23 +266,35 @@ class Storage:
                     ) from error
                 if pause == FIRST_PAUSE_S:
                     self._say(f"{where}: {_describe(error)}: trying again, for at most {limit:.0f} s")
-                time.sleep(pause * random.uniform(0.5, 1.0))
+                self._wait(pause * random.uniform(0.5, 1.0))
                 pause = min(LONGEST_PAUSE_S, 2 * pause)
             else:
                 self._has_given_up.clear()
                 return answer
 
+    def _wait(self, seconds: float) -> None:
+        """Less, once the job is asked to stop."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, LONGEST_STOPPING_PAUSE_S))
+            if self._stopped():
+                return
+
 
 def _file_system(url: str) -> tuple[Any, str]:
     protocol = url.split("://", maxsplit=1)[0].lower()
     try:
-        fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        fs, root = fsspec.core.url_to_fs(
+            url, use_listings_cache=False, **(_S3_OPTIONS if protocol in _S3 else {})
+        )
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         hint = f"pip install 'offline-diffusion[{extra}]'" if extra else str(error)
         raise ConfigError(f"{url}: the file system of {protocol}:// is not installed", hint=hint) from None
     except ValueError as error:
         raise ConfigError(f"{url}: {error}", hint="s3:// and gs:// are known, among others") from None
+    if protocol in _S3:
+        fs.retries = 1
     return fs, str(root).rstrip("/")
 
 
@@ -245,19 +304,49 @@ def _content(answer: bytes | FileNotFoundError) -> bytes:
     return bytes(answer)
 
 
+def _status(error: BaseException) -> int | None:
+    """The HTTP status behind an error of whatever library, if one is told."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # botocore
+        return status if isinstance(status, int) else None
+    for holder, name in ((response, "status_code"), (error, "status"), (error, "code")):
+        status = getattr(holder, name, None)
+        if isinstance(status, int) or (isinstance(status, str) and status.isdecimal()):
+            return int(status)
+    return None if error.__cause__ is None else _status(error.__cause__)
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether the disk here has no space."""
+    return isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}
+
+
 def _is_access(error: Exception) -> bool:
-    return isinstance(error, PermissionError) or "credential" in type(error).__name__.lower()
+    # botocore has classes of its own; those that fetch credentials may fail and pass.
+    names = {"NoCredentialsError", "PartialCredentialsError"}
+    return isinstance(error, PermissionError) or type(error).__name__ in names or _status(error) in {401, 403}
 
 
 def _is_final(error: Exception) -> bool:
     """Whether trying again is of no use."""
-    is_ours = isinstance(error, NotImplementedError | TypeError | AttributeError | ValueError)
-    # botocore has classes of its own; a bucket's name that it refuses is one of these.
-    return is_ours or _is_access(error) or "validation" in type(error).__name__.lower()
+    if isinstance(error, NotImplementedError | TypeError | AttributeError):
+        return True
+    status = _status(error)
+    if status is not None and not isinstance(error, TimeoutError):
+        return 400 <= status < 500 and status not in _PASSING
+    # A bucket's name that botocore refuses is one of its validation errors.
+    return _is_access(error) or "validation" in type(error).__name__.lower()
+
+
+def _hint(error: Exception) -> str | None:
+    if "request time" in str(error):
+        return "is this machine's clock right?"
+    return _CREDENTIALS_HINT if _is_access(error) else None
 
 
 def _describe(error: Exception) -> str:
     if isinstance(error, NotImplementedError):
-        return "this kind of storage cannot be written to"
+        return "this storage cannot be written to, or cannot create a file that must not be there yet"
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:299]}…"
