@@ -92,7 +92,7 @@ def test_shards_are_opened_while_others_are_synced(tmp_path: Path, monkeypatch: 
 
 
 def test_no_shard_lists_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listing all markers or tables for each shard makes thousands of shards take the square of their time."""
+    """Listing all markers or tables for each shard makes thousands of shards take the square of the time."""
     growing = {"shards", "images", "metrics", "failures"}
     listed: list[str] = []
     for name in ("listdir", "scandir"):

@@ -78,7 +78,7 @@ def table_files(out: Path, table: str, stem: str) -> list[Path]:
 
 
 def table_file(stem: str, part: int) -> str:
-    """The name of a shard's file number ``part`` in a table; what is too large for file 0 goes on in others."""
+    """The name of a shard's file number ``part`` in a table; what is too large for one goes on in more."""
     return f"{stem}.part{part:03d}.parquet" if part else f"{stem}.parquet"
 
 

@@ -131,7 +131,7 @@ class Ledger:
         return {index: number for index, number in found if number > self._broken.get(index, -1)}
 
     def _newest_number(self, shard: Shard) -> int:
-        """Of a shard's newest publication, -1 without one; asked for each shard, so it must not list them all."""
+        """Of a shard's newest publication, -1 without one; asked for each shard, so without a listing."""
         if self._listed is None:
             self._listed = self.publications.numbers()
         return self.publications.newest_number(shard.stem, self._listed.get(shard.index, -1))
