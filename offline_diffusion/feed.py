@@ -155,6 +155,7 @@ class Feed:
 
     config: JobConfig
     tally: Tally
+    ledger: Ledger
     manifest: Manifest
     index: ManifestIndex
     capabilities: Capabilities
@@ -269,7 +270,7 @@ class Feed:
             for index in range(len(images))
             if (images.row, index) not in finished and (images.row, index) not in begun
         )
-        number = Ledger(self.config.folder).next_number(shard)
+        number = self.ledger.next_number(shard)
         opened = _OpenShard(shard, number, {row.row: row.content_hash for row in rows})
         images_left = zip(repeat(opened), chain(first, others), strict=False)
         steps = {key: state.step_index for key, state in self._begun.items()}

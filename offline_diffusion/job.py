@@ -272,6 +272,7 @@ class _Task:
         feed = Feed(
             config=self.config,
             tally=self.tally,
+            ledger=ledger,
             manifest=prepared.manifest,
             index=prepared.index,
             capabilities=engine.model.capabilities,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +89,27 @@ def test_shards_are_opened_while_others_are_synced(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(ShardWriter, "sync", slow_sync)
     run(tmp_path, 60, shard_size=1)
     assert verify(tmp_path / "out").problems == []
+
+
+def test_no_shard_lists_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing all markers or tables for each shard makes thousands of shards take the square of the time."""
+    growing = {"shards", "images", "metrics", "failures"}
+    listed: list[str] = []
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, noting(getattr(os, name), listed))
+    started = time.monotonic()
+    run(tmp_path, 12, shard_size=1)
+    num_listings = sum(Path(path).name in growing for path in listed)
+    once_a_second = time.monotonic() - started
+    assert 3 < num_listings < 20 + once_a_second
+
+
+def noting(read_folder: Callable[..., Any], listed: list[str]) -> Callable[..., Any]:
+    def noted(path: Any = ".") -> Any:
+        listed.append(str(path))
+        return read_folder(path)
+
+    return noted
 
 
 @pytest.mark.slow

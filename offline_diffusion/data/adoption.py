@@ -175,8 +175,7 @@ class Superseded:
         self, folder: Path, shard: Shard, rows: Sequence[ManifestRow | RowFault]
     ) -> Marker | None:
         publications = Publications.of_superseded(self._ledger.out, folder)
-        number = publications.numbers().get(shard.index)
-        marker = None if number is None else publications.marker(shard.stem, number)
+        marker = publications.marker(shard.stem, publications.newest_number(shard.stem))
         if marker is None or (marker.start, marker.stop) != (shard.start, shard.stop):
             return None
         if not all(row.content_hash for row in rows):

@@ -41,6 +41,9 @@ which it is not drawn again."""
 KILLS_TO_ISOLATE = 3
 """Such deaths in any company after which an image is drawn alone: nobody is that unlucky often."""
 
+MAX_LOG_BYTES = 2**20
+"""A log that is longer is begun anew: it must not grow with the images that a worker draws in a long life."""
+
 _ENTRY = re.compile(rb"([+-])(\d+):(\d+)(?: ([0-9a-f]*) (\d+) (\d+))?")
 
 
@@ -112,6 +115,8 @@ class FlightLog:
     def __init__(self, out: Path, worker: str) -> None:
         self._log, self.crash_file = _paths(out, worker)
         self._fd: int | None = None  # None where the log cannot be made: then it says nothing
+        self._num_bytes = 0
+        self._in_flight: dict[ImageKey, str] = {}
         with contextlib.suppress(OSError):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -119,11 +124,24 @@ class FlightLog:
     def begin(self, flight: Flight) -> None:
         """Before the engine gets an image."""
         image = f"{flight.row}:{flight.image_index}"
-        self._write(f"+{image} {flight.row_hash} {flight.number} {flight.step}")
+        line = self._in_flight[flight.key] = f"+{image} {flight.row_hash} {flight.number} {flight.step}\n"
+        self._write(line)
 
     def end(self, image: ImageKey) -> None:
         """Once the engine has handed it out."""
-        self._write(f"-{image[0]}:{image[1]}")
+        self._in_flight.pop(image, None)
+        line = f"-{image[0]}:{image[1]}\n"
+        self._write(line)
+        if self._num_bytes > MAX_LOG_BYTES:
+            self._begin_anew(line)
+
+    def _begin_anew(self, last: str) -> None:
+        """Leaves only what is in flight, and one image that was handed out: `launch.outcome` looks for it."""
+        assert self._fd is not None
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, 0)
+        self._num_bytes = 0
+        self._write("".join([last, *self._in_flight.values()]))
 
     @contextmanager
     def during(self, flight: Flight) -> Iterator[None]:
@@ -132,10 +150,10 @@ class FlightLog:
         yield
         self.end(flight.key)
 
-    def _write(self, line: str) -> None:
+    def _write(self, lines: str) -> None:
         if self._fd is not None:
             with contextlib.suppress(OSError):
-                os.write(self._fd, f"{line}\n".encode())
+                self._num_bytes += os.write(self._fd, lines.encode())
 
     @contextmanager
     def catching_crashes(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import overload
 
@@ -68,11 +69,17 @@ def make_shards(num_rows: int, shard_size: int) -> Shards:
 
 
 def table_files(out: Path, table: str, stem: str) -> list[Path]:
-    """The files of a shard, by its stem, in one of the tables, in manifest order; usually one."""
-    folder = out / table
-    first = folder / f"{stem}.parquet"
-    parts = sorted(folder.glob(f"{stem}.part*.parquet"))
-    return [*([first] if first.exists() else []), *parts]
+    """The files of a shard, by its stem, in one of the tables, in manifest order; usually one.
+
+    Each name is looked at: a listing of the folder for every shard would take longer with each.
+    """
+    paths = (out / table / table_file(stem, part) for part in count())
+    return list(takewhile(Path.exists, paths))
+
+
+def table_file(stem: str, part: int) -> str:
+    """The name of a shard's file number ``part`` in a table; what is too large for one goes on in more."""
+    return f"{stem}.part{part:03d}.parquet" if part else f"{stem}.parquet"
 
 
 def publication_name(stem: str, number: int) -> str:

@@ -68,6 +68,7 @@ class Ledger:
         self.markers_folder = self.out / SHARDS
         self.publications = Publications.of(self.out) if self.remote is None else self.remote.publications
         self._broken: dict[int, int] = {}
+        self._listed: dict[int, int] | None = None  # numbers of publications, as of the last listing
         self._job: Job | None = None
         self._next_pull = 0.0
 
@@ -218,12 +219,19 @@ class Ledger:
             yield
 
     def _numbers(self) -> dict[int, int]:
-        found = self.publications.numbers().items()
+        self._listed = self.publications.numbers()
+        found = self._listed.items()
         return {index: number for index, number in found if number > self._broken.get(index, -1)}
+
+    def _newest_number(self, shard: Shard) -> int:
+        """Of a shard's newest publication, -1 without one; asked for each shard, so without a listing."""
+        if self._listed is None:
+            self._listed = self.publications.numbers()
+        return self.publications.newest_number(shard.stem, self._listed.get(shard.index, -1))
 
     def next_number(self, shard: Shard) -> int:
         """The number that the shard's next publication has."""
-        return self.publications.numbers().get(shard.index, -1) + 1
+        return self._newest_number(shard) + 1
 
     def roll_forward(self, shard: Shard) -> None:
         """Puts the files of a committed publication of a shard into their places, whoever made it."""
@@ -243,8 +251,9 @@ class Ledger:
         None while it is not published, and when the marker is damaged or the shard was found broken:
         then it is to be made again.
         """
-        number = self._numbers().get(shard.index)
-        return None if number is None else self.publications.marker(shard.stem, number)
+        number = self._newest_number(shard)
+        is_valid = number > self._broken.get(shard.index, -1)
+        return self.publications.marker(shard.stem, number) if is_valid else None
 
     def markers(self) -> dict[int, Marker]:
         """All valid markers by shard index, ascending."""

@@ -89,6 +89,17 @@ class Publications:
         """Every file in the tables' folders, relative to the output."""
         return [f"{table}/{path.name}" for table in TABLES for path in sorted((self.out / table).glob("*"))]
 
+    def newest_number(self, stem: str, known: int = -1) -> int:
+        """The number of a shard's newest publication, -1 without one: a look at a name or two, no listing.
+
+        Args:
+            stem: Of the shard.
+            known: A number that it had before. They have no gaps: who publishes takes the next one.
+        """
+        while self.marker_path(stem, known + 1).exists():
+            known += 1
+        return known
+
     def marker_path(self, stem: str, number: int) -> Path:
         return self.markers / f"{publication_name(stem, number)}.json"
 
@@ -152,7 +163,7 @@ class Publications:
                 os.replace(staged_file(staged.path, file.path), target)
         published = {self.out / file.path for file in marker.files}
         for table in TABLES:
-            for path in table_files(self.out, table, staged.stem):
+            for path in reversed(table_files(self.out, table, staged.stem)):  # no gap, whenever this dies
                 if path not in published:
                     with contextlib.suppress(FileNotFoundError):
                         os.replace(path, staged.path / f"old.{table}.{path.name}")

@@ -169,12 +169,17 @@ class ShardQueue:
         else:
             self._others.popleft()
 
-    def _claim(self, index: int) -> ClaimedShard | None:
-        """Claims a shard unless it is published or somebody's; that is noted."""
+    def _claim(self, index: int, newest: Mapping[int, Newest] | None = None) -> ClaimedShard | None:
+        """Claims a shard unless it is published or somebody's; that is noted.
+
+        Args:
+            index: Of the shard.
+            newest: The claims, where they were just listed; by an old listing nobody gets a shard.
+        """
         if self._seems_published(index):
             self._held.pop(index, None)
             return None
-        newest = self._claims.newest()
+        newest = self._claims.newest() if newest is None else newest
         generation = self._next_generation(index, newest)
         shard = self._ledger.shards[index]
         if generation is None or not self._claims.create(shard, generation):
@@ -227,7 +232,9 @@ class ShardQueue:
     def _look_at_others(self) -> ClaimedShard | None:
         if not self._held or self._clock() < self._next_look:
             return None
-        found = next(filter(None, map(self._claim, sorted(self._held))), None)
+        newest = self._claims.newest()  # one listing for all of them
+        claims = (self._claim(index, newest) for index in sorted(self._held))
+        found = next(filter(None, claims), None)
         self._next_look = self._clock() + LOOK_INTERVAL_S  # not where there was no space for a claim
         return found
 

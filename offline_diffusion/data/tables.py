@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from offline_diffusion.data.carried import carried_array
 from offline_diffusion.data.files import file_sha256
-from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, Shard, staged_file
+from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, Shard, staged_file, table_file
 from offline_diffusion.data.marker import PublishedFile
 from offline_diffusion.data.schemas import (
     FAILURES_SCHEMA,
@@ -117,8 +117,7 @@ class TableWriter:
         self._num_rows += table.num_rows
 
     def _begin_file(self) -> None:
-        part = f".part{len(self._written):03d}" if self._written else ""
-        target = f"{self._table}/{self._stem}{part}.parquet"
+        target = f"{self._table}/{table_file(self._stem, len(self._written))}"
         self._file = open(staged_file(self._folder, target), "xb")  # noqa: SIM115  (lives on)
         self._writer = pq.ParquetWriter(self._file, self._schema, **self._options)
         self._written.append(PublishedFile(target, 0, 0, None))

@@ -231,3 +231,21 @@ def test_where_nothing_can_be_written_nothing_is_said(out: Path, monkeypatch: py
         pass
     mute.close()
     assert set(suspects(out)) == {(1, 0)}
+
+
+def test_a_long_life_leaves_a_short_log(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a bound the log, and what the next run reads, would grow with every image ever drawn."""
+    monkeypatch.setattr(deaths, "MAX_LOG_BYTES", 2_000)
+    log = FlightLog(out, "w")
+    log.begin(flight((7, 0)))  # is in flight all the time
+    (path,) = (out / FLIGHTS).glob("*.log")
+    longest = 0
+    for row in range(10, 1_010):
+        log.begin(flight((row, 0)))
+        log.end((row, 0))
+        longest = max(longest, path.stat().st_size)
+    assert 1_500 < longest < 2_200
+    assert any(line.startswith("-") for line in path.read_text().splitlines()), "that it has drawn stays told"
+    os.close(log._fd or 0)
+    assert record_death(out, "w")
+    assert set(suspects(out)) == {(7, 0)}

@@ -155,7 +155,7 @@ def test_the_newest_publication_is_the_valid_one(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4, 4)
     run_job(ledger, make_rows(4))
     first = json.loads(ledger.marker_path(ledger.shards[0]).read_text())
-    for number in (1, 9, 10):
+    for number in range(1, 11):
         path = tmp_path / "_state" / "shards" / f"shard-00000.r{number}.json"
         path.write_text(json.dumps(first | {"num_ok": number}))
     marker = ledger.marker(ledger.shards[0])
@@ -163,6 +163,17 @@ def test_the_newest_publication_is_the_valid_one(tmp_path: Path) -> None:
     assert marker.num_ok == ledger.markers()[0].num_ok == 10
     assert ledger.published() == {0}
     assert ledger.next_number(ledger.shards[0]) == 11
+
+
+def test_what_others_publish_after_the_last_listing_is_seen(tmp_path: Path) -> None:
+    """Catches numbers that are only remembered: a shard would be made twice."""
+    ledger = open_ledger(tmp_path, 8, 4)
+    assert ledger.published() == set()
+    run_job(open_ledger(tmp_path, 8, 4), make_rows(8))
+    again = ledger.marker_path(ledger.shards[1], 1)
+    again.write_bytes(ledger.marker_path(ledger.shards[1]).read_bytes())
+    assert [ledger.next_number(shard) for shard in ledger.shards] == [1, 2]
+    assert all(ledger.marker(shard) is not None for shard in ledger.shards)
 
 
 def test_when_the_state_is_deleted_nothing_is_made_again(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -17,7 +16,7 @@ import pyarrow.parquet as pq
 from offline_diffusion.config import make_job_config
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.schemas import METRICS_SCHEMA, images_schema
-from offline_diffusion.job import JobSummary, Progress, run_task
+from offline_diffusion.job import JobSummary, run_task
 
 SIDE = 16
 
@@ -35,38 +34,22 @@ def write_big_jsonl(path: Path, num_rows: int) -> Path:
     return path
 
 
-def begin_job(manifest: Path, out: Path, shard_size: int) -> None:
-    """A run that ends before it draws: the folder has its books and no images."""
-
-    def observe(progress: Progress) -> None:
-        if progress.phase == "loading":
-            raise _BegunError
-
-    with contextlib.suppress(_BegunError):
-        run_without_model(manifest, out, shard_size=shard_size, observer=observe)
-
-
 def run_without_model(manifest: Path, out: Path, **options: Any) -> JobSummary:
     """Runs a job that must not need the model."""
 
     def make_engine(*_: object) -> NoReturn:
         raise AssertionError("the model is loaded")
 
-    others = {name: options.pop(name) for name in ("observer",) if name in options}
     config = make_job_config({"manifests": [str(manifest)], "out": out, **options})
-    return run_task(config, make_engine=make_engine, **others)
+    return run_task(config, make_engine=make_engine)
 
 
-class _BegunError(Exception):
-    """The job has its books."""
-
-
-def publish_all(out: Path, num_rows: int, shard_size: int) -> None:
-    """Publishes every shard: the tables of one stand-in image a row, and a marker."""
+def publish(out: Path, shards: slice) -> None:
+    """Publishes some shards: the tables of one stand-in image a row, and a marker."""
     ledger = Ledger(out)
     image_schema = images_schema(ledger.job.identity.carried_schema)
     data, sha256 = _picture()
-    for shard in ledger.shards:
+    for shard in ledger.shards[shards]:
         rows = np.arange(shard.start, shard.stop)
         count = len(rows)
         known = {

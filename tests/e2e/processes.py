@@ -60,6 +60,12 @@ class Process:
     def is_running(self) -> bool:
         return self._popen.poll() is None
 
+    def memory(self) -> tuple[int, int]:
+        """Bytes that it has in memory now, while it runs, and that it has had at most."""
+        lines = Path(f"/proc/{self._popen.pid}/status").read_text(encoding="utf-8").splitlines()
+        kib = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("VmRSS:", "VmHWM:"))}
+        return int(kib["VmRSS"]) * 1024, int(kib["VmHWM"]) * 1024
+
     @property
     def stderr(self) -> str:
         return "\n".join(self.lines)
