@@ -37,6 +37,7 @@ pixels with 128 text tokens a branch. 16,384 would hold one, or seven of 512 × 
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_STORAGE_URL = re.compile(r"[A-Za-z0-9+.-]+://[^/\[\]*?]+(/[^/\[\]*?]+)*/?")
 _HALF_A_PAIR = re.compile("[\ud800-\udbff\udd00-\udfff]")
 """Those from dc80 to dcff are left out: Python writes bytes of a file's name that are not UTF-8 so."""
 
@@ -120,7 +121,11 @@ class JobConfig(EngineConfig):
     @pydantic.field_validator("out")
     @classmethod
     def _folder_or_url(cls, value: Path | str) -> Path | str:
-        if not isinstance(value, str) or is_storage_url(value):
+        if not isinstance(value, str):
+            return value
+        if is_storage_url(value):
+            if not _STORAGE_URL.fullmatch(value):
+                raise ValueError("must be a URL with a bucket, without empty parts and without []*?")
             return value
         if "::" in value and "://" in value:
             raise ValueError("must be a folder or one URL: chains such as a::b:// are for manifests")

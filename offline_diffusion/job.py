@@ -297,6 +297,11 @@ class _Task:
         finally:
             flights.close()  # before the last heartbeat: who says that it ends has nothing in flight
             try:
+                if not finished and ledger.remote is not None:  # before it says that others may go on
+                    with contextlib.suppress(OffdiffError, OSError):
+                        sink.drain()
+                        saver.close()
+                        queue.park()
                 sink.close(abandon=not finished)
             finally:
                 try:

@@ -12,7 +12,7 @@ from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
-from offline_diffusion.data.storage import Storage
+from offline_diffusion.data.storage import GIVE_UP_AFTER_S, Storage
 from offline_diffusion.data.work import ShardCosts, WorkMeter
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.feed import row_defaults
@@ -24,12 +24,19 @@ from offline_diffusion.stages import Stages
 SCAN_REPORT_ROWS = 5_000
 
 
-def ledger_of(config: JobConfig, *, say: Say = lambda _: None, stop: StopFlag | None = None) -> Ledger:
-    """The books of a job's output."""
+def ledger_of(
+    config: JobConfig,
+    *,
+    say: Say = lambda _: None,
+    stop: StopFlag | None = None,
+    give_up_after_s: float = GIVE_UP_AFTER_S,
+) -> Ledger:
+    """The books of a job's output; see `Storage` for what it does where that cannot be reached."""
     if isinstance(config.out, Path):
         return Ledger(config.out)
     stop = stop or StopFlag()
-    return Ledger(config.folder, Storage(config.out, say=say, stopped=lambda: stop.requests > 0))
+    storage = Storage(config.out, say=say, stopped=lambda: stop.requests > 0, give_up_after_s=give_up_after_s)
+    return Ledger(config.folder, storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,7 @@ class Preparation:
                 index.save(index_folder)
 
         self.patience.do(take_folder)
-        if ledger.remote is not None and config.num_tasks > 1 and not ledger.remote.is_exclusive():
+        if ledger.remote is not None and not ledger.remote.is_exclusive():
             self.say(
                 f"warning: {config.out} lets two processes create the same file: give it one task at a time"
             )

@@ -38,14 +38,17 @@ def command(out: str, watch: bool, as_json: bool) -> None:
       offdiff status out/quickstart
       offdiff status out/quickstart --watch
     """
-    from offline_diffusion.data.status import read_status
+    from offline_diffusion.data.ledger import open_to_read
+    from offline_diffusion.data.status import status_of
 
-    status = read_status(out)
-    _show(status, as_json=as_json, watch=watch)
-    while watch and not status.finished:
-        time.sleep(WATCH_INTERVAL_S if sys.stdout.isatty() else PLAIN_INTERVAL_S)
-        status = read_status(out)
+    with open_to_read(out) as ledger:
+        status = status_of(ledger, name=out)
         _show(status, as_json=as_json, watch=watch)
+        while watch and not status.finished:
+            time.sleep(WATCH_INTERVAL_S if sys.stdout.isatty() else PLAIN_INTERVAL_S)
+            ledger.pull()
+            status = status_of(ledger, name=out)
+            _show(status, as_json=as_json, watch=watch)
 
 
 def _show(status: Status, *, as_json: bool, watch: bool) -> None:

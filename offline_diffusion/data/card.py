@@ -36,8 +36,7 @@ def write_card(ledger: Ledger) -> bool:
     Raises:
         JobError: It cannot be written.
     """
-    if ledger.remote is not None:
-        ledger.remote.pull_markers()
+    ledger.look_again()
     content = make_card(ledger).encode("utf-8", "replace")
     if ledger.remote is not None:
         return _write_card_there(ledger.remote.storage, content)

@@ -163,6 +163,11 @@ class Ledger:
             if signs:
                 self.remote.pull_heartbeats()
 
+    def look_again(self) -> None:
+        """Gets what was published over there since the last look."""
+        if self.remote is not None:
+            self.remote.pull_markers()
+
     def published(self) -> set[int]:
         """Indices of the published shards, without those found broken: one directory listing.
 

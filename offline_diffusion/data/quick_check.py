@@ -48,12 +48,26 @@ def find_broken(ledger: Ledger, shards: Iterable[Shard]) -> dict[int, str]:
     published = [shard for shard in shards if shard.index in numbers]
     chunks = [published[at : at + _CHUNK] for at in range(0, len(published), _CHUNK)]
 
-    def check(chunk: list[Shard]) -> list[str | None]:
-        return [_check_shard(ledger, shard, numbers[shard.index], sizes) for shard in chunk]
+    def check(chunk: list[Shard]) -> list[Shard]:
+        return [shard for shard in chunk if _fault(ledger, shard, numbers[shard.index], sizes) is not None]
+
+    def check_again(shard: Shard) -> str | None:
+        if ledger.remote is None:
+            ledger.roll_forward(shard)
+        number = ledger.publications.newest_number(shard.stem, numbers[shard.index] - 1)
+        fault = _fault(ledger, shard, number, sizes)
+        if fault is not None:
+            ledger.set_aside(shard, number)
+        return fault
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
-        faults = [fault for chunk in threads.map(check, chunks) for fault in chunk]
-    found = zip(published, faults, strict=True)
+        suspects = [shard for chunk in threads.map(check, chunks) for shard in chunk]
+        # Another process may be in the middle of putting the files into their places.
+        if suspects and ledger.remote is not None:
+            ledger.publications.roll_forward()
+            sizes = ledger.remote.table_sizes()
+        faults = list(threads.map(check_again, suspects))
+    found = zip(suspects, faults, strict=True)
     return {shard.index: fault for shard, fault in found if fault is not None}
 
 
@@ -63,20 +77,6 @@ def broken_lines(broken: dict[int, str]) -> Iterator[str]:
         yield f"shard {index} is made again: {reason}"
     if len(broken) > _MAX_LINES:
         yield f"and {len(broken) - _MAX_LINES:,} more broken shards are made again"
-
-
-def _check_shard(ledger: Ledger, shard: Shard, number: int, sizes: Mapping[str, int] | None) -> str | None:
-    fault = _fault(ledger, shard, number, sizes)
-    if fault is None:
-        return None
-    # Another process may be in the middle of putting the files into their places.
-    ledger.roll_forward(shard)
-    number = ledger.publications.numbers().get(shard.index, -1)
-    sizes = None if ledger.remote is None else ledger.remote.table_sizes()
-    fault = _fault(ledger, shard, number, sizes)
-    if fault is not None:
-        ledger.set_aside(shard, number)
-    return fault
 
 
 def _fault(ledger: Ledger, shard: Shard, number: int, sizes: Mapping[str, int] | None) -> str | None:

@@ -20,6 +20,9 @@ from offline_diffusion.data.partial import newest_generation
 LOOK_INTERVAL_S = 1.0
 """Between two looks at the shards of other workers."""
 
+PARK_S = 20.0
+"""A job that is asked to stop spends no more on leaving its work for other machines."""
+
 REMOTE_STALE_S = 120.0
 """`heartbeat.STALE_S` where signs go over a network, which may fail for a while."""
 
@@ -153,13 +156,19 @@ class ShardQueue:
         self._claims.remove(published)
         self._held |= {each.shard.index: "unsure" for each in done if each not in published}
 
+    def park(self) -> None:
+        """Leaves what was made of unfinished shards for other machines, as far as time allows."""
+        until = time.monotonic() + PARK_S
+        for claimed in self._ours.values():
+            if not self._is_published(claimed.shard.index):
+                self._ledger.park(claimed.shard, until=until)
+
     def close(self) -> None:
         """Lets go of every shard that was ours, when none is open any more; others may take it at once."""
         newest = self._claims.newest()
         for index, claimed in list(self._ours.items()):
             owner = newest.get(index, Newest(-1, False))
             if owner.generation <= claimed.generation and not self._is_published(index):
-                self._ledger.park(claimed.shard)
                 self._claims.release(*self._ours.pop(index))
         self.let_go(lambda _: False)
 
@@ -182,6 +191,10 @@ class ShardQueue:
         newest = self._claims.newest() if newest is None else newest
         generation = self._next_generation(index, newest)
         shard = self._ledger.shards[index]
+        if generation is not None:
+            # What others left may be of a later generation than the claims.
+            self._ledger.unpark(shard)
+            generation = max(generation, newest_generation(self._ledger.partials, shard.stem) + 1)
         if generation is None or not self._claims.create(shard, generation):
             self._held.setdefault(index, "unsure")
             return None
@@ -194,7 +207,6 @@ class ShardQueue:
         if self._is_published(index):  # since the last look
             self._claims.remove([(shard, generation)])
             return None
-        self._ledger.unpark(shard)
         self._ours[index] = ClaimedShard(shard, generation)
         self.taken.append(index)
         return self._ours[index]

@@ -124,11 +124,11 @@ def read_status(out: Path | str, *, now: float | None = None) -> Status:
         JobError: The folder is not one of ours.
     """
     with open_to_read(str(out)) as ledger:
-        return replace(status_of(ledger, now=now), out=str(out))
+        return status_of(ledger, name=str(out), now=now)
 
 
-def status_of(ledger: Ledger, *, now: float | None = None) -> Status:
-    """Likewise, from books at hand; see ``Ledger.pull``."""
+def status_of(ledger: Ledger, *, name: str | None = None, now: float | None = None) -> Status:
+    """Likewise, from books at hand, see ``Ledger.pull``; ``name`` is what the user calls the output."""
     now = time.time() if now is None else now
     markers = ledger.markers()
     beats = read_heartbeats(ledger.out)
@@ -142,7 +142,7 @@ def status_of(ledger: Ledger, *, now: float | None = None) -> Status:
     if len(markers) == len(ledger.shards):
         rate = sum({worker.task: worker.images_per_s for worker in workers}.values())
     status = Status(
-        out=str(ledger.place),
+        out=str(ledger.place) if name is None else name,
         num_rows=ledger.job.identity.num_rows,
         num_rows_done=num_rows_done,
         num_shards=len(ledger.shards),

@@ -258,14 +258,14 @@ class Storage:
                 if _is_final(error):
                     raise JobError(f"{where}: {_describe(error)}", hint=_hint(error)) from error
                 limit = min(self._give_up_after_s, STOPPING_S) if self._stopped() else self._give_up_after_s
+                if pause == FIRST_PAUSE_S and limit > 0:
+                    self._say(f"{where}: {_describe(error)}: trying again, for at most {limit:.0f} s")
                 if time.monotonic() - began > limit or self._has_given_up.is_set():
                     self._has_given_up.set()
                     raise JobInterrupted(
                         f"{where} cannot be reached: {_describe(error)}",
                         hint="what is finished is kept on this machine: the same command goes on",
                     ) from error
-                if pause == FIRST_PAUSE_S:
-                    self._say(f"{where}: {_describe(error)}: trying again, for at most {limit:.0f} s")
                 self._wait(pause * random.uniform(0.5, 1.0))
                 pause = min(LONGEST_PAUSE_S, 2 * pause)
             else:

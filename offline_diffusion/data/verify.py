@@ -22,6 +22,7 @@ from offline_diffusion.data.layout import (
     Shard,
     publication_numbers,
     staged_file,
+    table_file,
     table_files,
 )
 from offline_diffusion.data.ledger import Ledger
@@ -121,6 +122,7 @@ class VerifyReport:
 
     def add_folder(self, ledger: Ledger) -> None:
         """Adds what is told by the folder as a whole: strays and leftovers."""
+        ledger.look_again()
         self.add_problems(find_strays(ledger))
         publications = ledger.publications
         self.num_leftovers = sum(not publications.is_committed(each) for each in publications.folders())
@@ -150,7 +152,9 @@ def redo_hint(ledger: Ledger, broken: Sequence[int]) -> str | None:
     shards = [ledger.shards[index] for index in broken[:_MAX_HINTED]]
     numbers = publication_numbers(ledger.markers_folder)
     paths = [ledger.marker_path(shard, number) for shard in shards for number in numbers.get(shard.index, ())]
-    if not ledger.markers_folder.exists():
+    if ledger.remote is not None:  # others have copies of markers; that a table is missing everybody sees
+        paths = [ledger.out / METRICS / table_file(shard.stem, 0) for shard in shards]
+    elif not ledger.markers_folder.exists():
         paths = [path for shard in shards for path in table_files(ledger.out, METRICS, shard.stem)]
     more = f" (likewise for {len(broken) - len(shards):,} more shards)" if len(broken) > len(shards) else ""
     what = f"shard {broken[0]}" if len(broken) == 1 else f"{len(broken):,} shards"

@@ -183,7 +183,7 @@ def folder_is_finished(config: JobConfig) -> bool:
     if config.retry_failed:
         return False
     try:
-        ledger = ledger_of(config)
+        ledger = ledger_of(config, give_up_after_s=0.0)
         ledger.pull(signs=False)
         return status_of(ledger).finished and not find_broken(ledger, ledger.shards)
     except (OSError, JobError, JobInterrupted):  # a disk that fails tells nothing
