@@ -21,11 +21,25 @@ class StopFlag:
 
     requests: int = 0
     why: str = ""
+    clock: Callable[[], float] = time.monotonic
+    _counted_at: float = 0.0
 
-    def request(self, why: str) -> None:
-        """One more request to stop; ``why`` names the first."""
-        self.why = self.why or why
+    def request(self, why: str, *, echo_s: float = 0.0) -> bool:
+        """One more request to stop.
+
+        Args:
+            why: The first one's is kept.
+            echo_s: So long after the last one this one is the same, delivered twice.
+
+        Returns:
+            Whether it counts.
+        """
+        now = self.clock()
+        if self.requests and now - self._counted_at < echo_s:
+            return False
+        self.why, self._counted_at = self.why or why, now
         self.requests += 1
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,7 +118,8 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
 
     A faulty row never stops the job: it is set aside with its reason, and the exit code is 3.
     SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 save the images that are being drawn at their step and exit
-    with 75, as does a time limit; a second signal stops without saving.
+    with 75, as does a time limit; a second signal, 2 s later or more (SIGINT: at once), stops without
+    saving.
 
     \b
     Example:
