@@ -104,6 +104,9 @@ class Claims:
     def create(self, shard: Shard, generation: int) -> bool:
         """Claims a shard; of several workers that try the same generation one wins.
 
+        What counts is the name: a claim that could be made but not synced is held all the same. A power loss
+        that costs it costs its owner too.
+
         Returns:
             Whether this one did.
 
@@ -126,6 +129,10 @@ class Claims:
                 return create_file(self._path(shard, generation), to_json(asdict(claim)), self._folder)
             except FileNotFoundError:  # the shard was published, and what is about its claims removed
                 return False
+            except OSError:
+                if self.read(shard, generation).worker == self.worker:
+                    return True
+                raise
 
     def release(self, shard: Shard, generation: int) -> None:
         """Lets go of a claim that is ours; where that cannot be written, our last heartbeat says it."""

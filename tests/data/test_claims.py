@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
 import os
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 from output_fakes import open_ledger
 
+from offline_diffusion.data import files
 from offline_diffusion.data.claims import Claim, Claims, Newest, OwnerWatch
 from offline_diffusion.data.heartbeat import (
     MAX_KEPT,
@@ -26,6 +29,7 @@ from offline_diffusion.data.heartbeat import (
 )
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
+from offline_diffusion.errors import JobError
 
 ELSEWHERE = ProcessId(host="far", boot_id="another boot", pid_namespace="pid:[1]", pid=1, started="5")
 
@@ -97,6 +101,32 @@ def test_the_highest_generation_owns_and_only_its_own_release_counts(ledger: Led
     claims.remove([(shard, 10)])
     assert [path.name for path in (ledger.state / "claims").iterdir()] == ["shard-00003.000011.json"]
     assert (claims.read(shard, 11).worker, claims.read(shard, 11).process) == ("w", this_process())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_claim_whose_folder_cannot_be_synced_is_held(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Catches a claim of a worker that does not know of it: it would wait for itself and leave the shard."""
+    shard, claims, real = ledger.shards[0], claims_of(ledger, "w"), files.sync_folder
+
+    def sync(folder: Path) -> None:
+        if folder.name == "claims":
+            raise OSError(number, os.strerror(number), str(folder))
+        real(folder)
+
+    monkeypatch.setattr(files, "sync_folder", sync)
+    assert claims.create(shard, 0)
+    assert not claims_of(ledger, "other").create(shard, 0)
+    assert claims.newest() == {0: Newest(0, False)}
+    monkeypatch.setattr(os, "link", functools.partial(_fails_with, number))
+    with pytest.raises(JobError, match="cannot write"):
+        claims.create(ledger.shards[1], 0)
+    assert claims.newest() == {0: Newest(0, False)}
+
+
+def _fails_with(number: int, *_: object) -> None:
+    raise OSError(number, os.strerror(number))
 
 
 # --- who is dead ------------------------------------------------------------------------------
