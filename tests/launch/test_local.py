@@ -226,6 +226,7 @@ def test_crashes_in_company_are_deaths_like_others(bench: Bench) -> None:
     assert bench.num_lives() == 1 + MAX_RESTARTS
 
 
+FREEZING = ["cuda:0", "cuda:1"]
 FREEZE = """
 if options["device"] == "cuda:0":
     progress()
@@ -250,6 +251,65 @@ def test_a_frozen_worker_is_killed_after_a_second_stop(bench: Bench, monkeypatch
     found = bench.run(FREEZE.replace("STOPPED", "True"), devices=["cuda:0", "cuda:1"])
     assert found == [{"interrupted": True}]
     assert bench.num_lives("cuda:0") == 1
+
+
+def test_a_frozen_worker_that_holds_the_last_shards_is_started_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others had left them to it. Catches a supervisor that waits for it without end."""
+    monkeypatch.setattr(local, "PATIENCE_S", 0.2)
+    found = bench.run(
+        FREEZE.replace('"cuda:0"', '"cuda:0" and life == 1').replace("STOPPED", "False"), FREEZING
+    )
+    assert found == [{"interrupted": False}] * 2
+    assert bench.num_lives("cuda:0") == 2
+
+
+def test_one_stop_is_enough_to_end_a_job_with_a_frozen_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "PATIENCE_S", 0.2)
+    bench.stop.request("SIGTERM")
+    assert bench.run(FREEZE.replace("STOPPED", "True"), FREEZING) == [{"interrupted": True}]
+    assert bench.num_lives("cuda:0") == 1
+
+
+def test_a_frozen_worker_is_left_alone_while_another_one_works(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one takes over what it holds; and it may thaw."""
+    monkeypatch.setattr(local, "PATIENCE_S", 0.1)
+    behaviour = """
+if options["device"] == "cuda:0":
+    os.kill(os.getpid(), signal.SIGSTOP)
+else:
+    import re
+    time.sleep(1.0)
+    # Wakes the other one: its pid is in no file, so it is looked for among the children of our parent.
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        pid, state, parent = re.fullmatch(r"(\\d+) .*\\) (\\w) (\\d+) .*", status.read_text(), re.S).groups()
+        if int(parent) == os.getppid() and state == "T":
+            os.kill(int(pid), signal.SIGCONT)
+end(life=life)
+"""
+    assert bench.run(behaviour, FREEZING) == [{"life": 1, "interrupted": False}] * 2
+
+
+def test_who_was_frozen_with_its_workers_kills_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-Z freezes the whole group: time has passed when it wakes, the others wake a little later."""
+    monkeypatch.setattr(local, "is_stopped", lambda pid: True)
+    bench.run("time.sleep(0.1); end()")
+    supervisor, killed = bench.supervisor, []
+    worker = supervisor.workers[0]
+    assert worker.process is not None
+    monkeypatch.setattr(worker.process, "kill", lambda: killed.append(worker))
+    supervisor._alive.add(worker)
+    for now in (1e6, 1e6 + 5.0, 1e6 + 3_600.0, 1e6 + 3_605.0):
+        supervisor._end_the_useless(now)
+    assert not killed
+    for seconds in range(5, 40, 5):
+        supervisor._end_the_useless(1e6 + 3_605.0 + seconds)
+    assert killed == [worker]
 
 
 def test_a_silent_worker_is_left_alone_while_there_is_work(
