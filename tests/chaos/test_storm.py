@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -107,7 +108,11 @@ class Storm:
         return life
 
 
-def test_a_storm_costs_nothing_but_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_storm_costs_nothing_but_the_steps_since_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Before Python 3.13 the process that lives are forked from does not look where this one does.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     moments = random.Random(SEED)
     manifest, needed = make_manifest(tmp_path / "m.jsonl", num_rows=90, num_steps=STEPS_A_KILL * NUM_KILLS)
     storm = Storm(manifest, tmp_path)
