@@ -16,8 +16,8 @@ STOP_KEY = "offline_diffusion.stop"
 """Where a command that can be stopped finds its ``StopFlag`` in click's ``meta``."""
 
 ECHO_S = {signal.SIGINT: 0.2}
-"""So long after a request another signal is the same request: launchers of containers and clusters signal both
-the process group and its leader. A person who presses Ctrl-C twice means it."""
+"""Seconds after a request for which another signal is the same request: launchers of containers and clusters
+signal both the process group and its leader. A person who presses Ctrl-C twice means it."""
 
 DEFAULT_ECHO_S = 2.0
 
