@@ -238,10 +238,11 @@ class _Task:
         finished = True
         if has_work:
             self.observer(Progress(phase="loading", num_images=prepared.index.num_images))
-            with self.stages.stage("load"):
-                engine = self.make_engine(self.config, prepared.checkpoint)
-            with self.stages.stage("engine"):
-                finished = self._draw(engine, prepared, queue)
+            with queue.watching():
+                with self.stages.stage("load"):
+                    engine = self.make_engine(self.config, prepared.checkpoint)
+                with self.stages.stage("engine"):
+                    finished = self._draw(engine, prepared, queue)
         if finished and (num_left := queue.num_left_to_others):
             self.say(f"{plural(num_left, 'shard')} left to other workers, which are at work on them")
         return finished

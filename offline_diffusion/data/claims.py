@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,10 @@ CLAIMS = f"{STATE}/claims"
 
 MAX_LOOK_GAP_S = 5.0
 """Most seconds from one look to the next. After a longer gap nothing is known of an owner: an observer that
-was frozen itself, with the whole machine perhaps, or was busy has seen neither silence nor life."""
+was frozen itself, with the whole machine perhaps, has seen neither silence nor life."""
+
+LOOK_INTERVAL_S = 2.0
+"""Between two looks of the thread that watches while this worker is at a step."""
 
 ALIVE_S = 5 * heartbeat.INTERVAL_S
 """An owner is known to be alive for so long after its sign was seen to change."""
@@ -185,7 +189,7 @@ class _Seen:
 
 @dataclass
 class OwnerWatch:
-    """Tells dead owners from live ones by watching their heartbeats change.
+    """Tells dead owners from live ones by watching their heartbeats change. Any thread may ask.
 
     Args:
         out: The output folder.
@@ -198,26 +202,52 @@ class OwnerWatch:
     job_id: str
     stale_s: float = field(default_factory=lambda: heartbeat.STALE_S)
     clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _seen: dict[str, _Seen] = field(default_factory=dict)
+    _tasks: dict[str, int] = field(default_factory=dict)  # of the workers that were asked about
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, a thread looks at those that were asked about, however seldom they are asked about again:
+        a step may take minutes, and so may the loading of a model."""
+        ended = threading.Event()
+
+        def keep_looking() -> None:
+            while not ended.wait(LOOK_INTERVAL_S):
+                for worker, task in list(self._tasks.items()):
+                    self._look(worker, task)
+
+        thread = threading.Thread(target=keep_looking, name="offdiff-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def judge(self, claim: Claim) -> Verdict:
         """Looks at an owner once more; ``unsure`` until it was seen to change or was silent for long."""
-        beat = self._last_sign(claim)
-        if claim.job_id != self.job_id or _has_ended(beat) or is_known_dead(claim.process):
+        if claim.job_id != self.job_id or is_known_dead(claim.process):
             return "dead"
-        seen = self._look(claim.worker, None if beat is None else beat.count)
+        self._tasks[claim.worker] = claim.task
+        beat, seen = self._look(claim.worker, claim.task)
+        if _has_ended(beat):
+            del self._tasks[claim.worker]
+            return "dead"
         if seen.silent_s >= self.stale_s:
             return "dead"
         return "alive" if seen.has_changed and seen.silent_s <= ALIVE_S else "unsure"
 
     def has_ended(self, claim: Claim) -> bool:
         """Whether an owner says itself that it came to an end: no death, whatever it has left."""
-        return _has_ended(self._last_sign(claim))
+        return _has_ended(read_heartbeat(heartbeat_path(self.out, claim.task, claim.worker)))
 
-    def _last_sign(self, claim: Claim) -> Heartbeat | None:
-        return read_heartbeat(heartbeat_path(self.out, claim.task, claim.worker))
+    def _look(self, worker: str, task: int) -> tuple[Heartbeat | None, _Seen]:
+        with self._lock:  # also while it is read: signs must come in their order
+            beat = read_heartbeat(heartbeat_path(self.out, task, worker))
+            return beat, self._note(worker, None if beat is None else beat.count)
 
-    def _look(self, worker: str, sign: int | None) -> _Seen:
+    def _note(self, worker: str, sign: int | None) -> _Seen:
         now = self.clock()
         seen = self._seen.get(worker)
         if seen is None or now - seen.looked_at > MAX_LOOK_GAP_S:
@@ -227,7 +257,7 @@ class OwnerWatch:
         else:
             seen.silent_s += now - seen.looked_at
             seen.looked_at = now
-        return seen
+        return replace(seen)
 
 
 def _has_ended(beat: Heartbeat | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from offline_diffusion.data.claims import Claims, Newest, OwnerWatch, Verdict
@@ -86,6 +87,10 @@ class ShardQueue:
     def is_open(self) -> bool:
         """Whether `take` may still come up with a shard: some are left, or an owner may be dead."""
         return bool(self._own or self._others) or any(known != "alive" for known in self._held.values())
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, owners are watched also while nobody asks for a shard; see `OwnerWatch.watching`."""
+        return self._watch.watching()
 
     def take(self) -> ClaimedShard | None:
         """Claims the next shard.

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from output_fakes import open_ledger
 
+from offline_diffusion.data import claims as claims_module
 from offline_diffusion.data import files
 from offline_diffusion.data.claims import Claim, Claims, Newest, OwnerWatch
 from offline_diffusion.data.heartbeat import (
@@ -195,6 +196,28 @@ def test_an_owner_without_any_sign_is_dead_after_a_while(ledger: Ledger) -> None
         verdicts.append(watch.judge(claim_by("nobody", ledger)))
         clock.now += 4.0
     assert verdicts == ["unsure"] * 8 + ["dead"]
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_owners_are_watched_while_nobody_asks(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
+    """A step takes longer than a gap that spoils a watch. Catches dead owners that are never found dead."""
+    monkeypatch.setattr(claims_module, "MAX_LOOK_GAP_S", 0.3)
+    monkeypatch.setattr(claims_module, "LOOK_INTERVAL_S", 0.02)
+    watch, beat = (
+        OwnerWatch(ledger.out, ledger.job.job_id, stale_s=0.5),
+        Heartbeat(task=0, num_tasks=1, worker="w"),
+    )
+    write_heartbeat(ledger.out, beat)
+    assert watch.judge(claim_by("w", ledger)) == "unsure"
+    with watch.watching():
+        for _ in range(10):
+            time.sleep(0.1)
+            if is_alive:
+                write_heartbeat(ledger.out, beat)
+        assert watch.judge(claim_by("w", ledger)) == ("alive" if is_alive else "dead")
+    assert "offdiff-watch" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("state", ["stopped", "done"])
