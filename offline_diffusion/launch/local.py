@@ -22,6 +22,7 @@ from typing import IO, Any
 from offline_diffusion.config import JobConfig
 from offline_diffusion.data.process import is_stopped
 from offline_diffusion.errors import BackendError, JobInterrupted
+from offline_diffusion.launch.memory_kills import CAUSE, MemoryKills
 from offline_diffusion.launch.outcome import (
     IsFinished,
     LastWords,
@@ -149,10 +150,10 @@ class Worker(Record):
                     self.events.put((self, life, json.loads(line)))
         self.events.put((self, life, None))
 
-    def last_words(self) -> LastWords:
-        """What its last life left, once it has died."""
+    def last_words(self, cause: str) -> LastWords:
+        """What its last life left, once it has died; ``cause`` as of `outcome.last_words`."""
         assert self.process is not None
-        words = last_words(self.config.out, socket.gethostname(), self.process.pid)
+        words = last_words(self.config.out, socket.gethostname(), self.process.pid, cause)
         has_told = self.progress.num_done > self.progress.num_resumed
         return words._replace(has_drawn=words.has_drawn or has_told)
 
@@ -180,6 +181,7 @@ class Supervisor:
         started: When the job began, on the monotonic clock; its time limit counts from there.
         is_finished: Whether every shard is published.
         command: Starts a worker; replaced in tests.
+        memory_kills: Tells a want of memory from other reasons for a SIGKILL.
     """
 
     def __init__(
@@ -192,9 +194,10 @@ class Supervisor:
         started: float,
         is_finished: IsFinished,
         command: Command = worker_command,
+        memory_kills: MemoryKills | None = None,
     ) -> None:
         self._observer, self._say, self._stop, self._command = observer, say, stop, command
-        self._is_finished = is_finished
+        self._is_finished, self._memory_kills = is_finished, memory_kills or MemoryKills()
         self._events: queue.Queue[tuple[Worker, int, Event | None]] = queue.Queue()
         self.workers = [
             Worker(name=f"worker {number} on {config.device}", config=config, events=self._events)
@@ -308,11 +311,14 @@ class Supervisor:
         how = worker.end_of()
         if worker.has_ended_well or (worker.was_killed and (self._stop.requests or self._is_finished())):
             return
+        cause = ""
+        if how == "SIGKILL" and not worker.was_killed and self._memory_kills.explain_one():
+            how, cause = "SIGKILL for want of memory", CAUSE
         if worker.error is not None:
             self._on_error(worker.name, worker.error)
         elif self._stop.requests:
             self._say(f"{worker.name} died of {how}")
-        elif worker.may_live_again(worker.last_words()):
+        elif worker.may_live_again(worker.last_words(cause)):
             self._say(f"{worker.name} died of {how}: started again")
             worker.progress = Progress(phase="loading")
             self._start(worker)

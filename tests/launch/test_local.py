@@ -17,6 +17,7 @@ from offline_diffusion.config import JobConfig, make_job_config
 from offline_diffusion.errors import JobError, JobInterrupted, TooManyFailuresError, UsageError
 from offline_diffusion.launch import local
 from offline_diffusion.launch.local import Supervisor, joined, run_on_devices
+from offline_diffusion.launch.memory_kills import MemoryKills
 from offline_diffusion.launch.outcome import MAX_CONVICTED, MAX_RESTARTS, folder_is_finished
 from offline_diffusion.progress import Progress, StopFlag
 
@@ -54,6 +55,7 @@ class Bench:
         self.seen: list[Progress] = []
         self.stop = StopFlag()
         self.is_finished = False
+        self.num_memory_kills = [0]
         self.started = time.monotonic()
 
     def run(
@@ -71,6 +73,7 @@ class Bench:
             started=self.started,
             is_finished=lambda: self.is_finished,
             command=lambda: [sys.executable, "-c", SCRIPT, str(script)],
+            memory_kills=MemoryKills(lambda: self.num_memory_kills[-1]),
         )
         self.supervisor = supervisor
         return supervisor.run()
@@ -218,6 +221,37 @@ def test_a_device_that_crashes_over_every_image_is_given_up(bench: Bench) -> Non
     with pytest.raises(JobError, match="given up"):
         bench.run("die_over(life)")
     assert bench.num_lives() == 1 + MAX_CONVICTED
+
+
+@pytest.mark.parametrize("has_grown", [True, False])
+def test_a_kill_for_want_of_memory_is_a_crash(bench: Bench, has_grown: bool) -> None:
+    """And any other SIGKILL is none: it would be a preemption."""
+    behaviour = """
+if life == 1:
+    progress()
+    time.sleep(0.3)
+    os.abort = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    die_over(7, cause="")
+end()
+"""
+    bench.seen = _OnFirst(lambda: bench.num_memory_kills.append(int(has_grown)))
+    assert bench.run(behaviour) == [{"interrupted": False}]
+    (record,) = (json.loads(path.read_bytes()) for path in (bench.folder / "_state" / "deaths").iterdir())
+    assert record["crash"] == ("killed by the system for want of memory" if has_grown else "")
+    assert bench.said[-1].endswith("died of SIGKILL" + " for want of memory" * has_grown + ": started again")
+    assert bench.supervisor.workers[0].num_convicted == has_grown
+
+
+class _OnFirst(list[Any]):
+    """Calls something at the first append."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        if len(self) == 1:
+            self._call()
 
 
 def test_crashes_in_company_are_deaths_like_others(bench: Bench) -> None:
