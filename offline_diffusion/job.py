@@ -21,7 +21,7 @@ from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.plan import assign_shards
 from offline_diffusion.data.process import new_worker_name
 from offline_diffusion.data.quick_check import broken_lines, find_broken
-from offline_diffusion.data.retries import numbers_at_begin, tell_workers, told_to_workers
+from offline_diffusion.data.retries import drop_old_notes, numbers_at_begin, tell_workers, told_to_workers
 from offline_diffusion.data.scan import ManifestIndex
 from offline_diffusion.data.shard_queue import LOOK_INTERVAL_S, ShardQueue
 from offline_diffusion.data.sink import Sink
@@ -200,7 +200,8 @@ class _Task:
             check_faults(index.num_faults, index.num_rows, config.max_failures)
             finished = self._work(prepared, queue)
         self.patience.do(lambda: write_card(ledger))
-        ledger.finish()
+        if ledger.finish():
+            drop_old_notes(ledger.out, lambda: any(m.has_failures for m in ledger.markers().values()))
         forget_deaths(ledger.out, ledger.publications.numbers(), config.shard_size)
         covered = sorted({*share, *queue.taken})
         kept = {number: before[number] for number in covered if number in before and number not in todo}

@@ -238,6 +238,10 @@ class OwnerWatch:
             return "dead"
         return "alive" if seen.has_changed and seen.silent_s <= ALIVE_S else "unsure"
 
+    def is_gone(self, claim: Claim) -> bool:
+        """Whether an owner has ended for certain: silence alone does not say so."""
+        return is_known_dead(claim.process) or self.has_ended(claim)
+
     def has_ended(self, claim: Claim) -> bool:
         """Whether an owner says itself that it came to an end: no death, whatever it has left."""
         return _has_ended(read_heartbeat(heartbeat_path(self.out, claim.task, claim.worker)))

@@ -8,7 +8,8 @@ retried only while its newest one has the number noted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from offline_diffusion.data.files import create_file, disk_errors, read_json, replace_file, to_json
@@ -20,12 +21,16 @@ _TOLD = f"{STATE}/retry.json"
 SLURM_ARRAY_JOB = "SLURM_ARRAY_JOB_ID"
 """Names the submission in the environment of an array's tasks; a requeued one keeps it."""
 
+MAX_KEPT_NOTES = 4
+"""Submissions of arrays whose tasks may still come."""
+
 
 def numbers_at_begin(out: Path, numbers: Mapping[int, int], environ: Mapping[str, str]) -> dict[int, int]:
     """The numbers to go by for a command that begins now.
 
     A task of a Slurm array belongs to the command that submitted it: the first task of all notes the
-    numbers in ``_state/retry.slurm-<array's job>.json``, which stays, since more tasks may come at any time.
+    numbers in ``_state/retry.slurm-<array's job>.json``. More tasks may come at any time: see
+    `drop_old_notes`.
 
     Args:
         out: The output folder.
@@ -42,7 +47,23 @@ def numbers_at_begin(out: Path, numbers: Mapping[int, int], environ: Mapping[str
     path = out / STATE / f"retry.slurm-{job}.json"
     with disk_errors(path):
         create_file(path, _to_json(numbers), out / SCRATCH)
-    return _read(path)
+    return _read(path) if path.exists() else dict(numbers)  # dropped at once: nothing fails any more
+
+
+def drop_old_notes(out: Path, has_failures: Callable[[], bool]) -> None:
+    """Drops the notes of Slurm arrays that no task will need any more, once a job is complete.
+
+    While something fails, tasks of an array may come late, so the newest few stay.
+
+    Args:
+        out: The output folder.
+        has_failures: Whether any published shard has; asked only where there are notes.
+    """
+    with contextlib.suppress(OSError):
+        notes = sorted((path.stat().st_mtime_ns, path) for path in (out / STATE).glob("retry.slurm-*.json"))
+        num_kept = MAX_KEPT_NOTES if notes and has_failures() else 0
+        for _, path in notes[: max(0, len(notes) - num_kept)]:
+            path.unlink(missing_ok=True)
 
 
 def tell_workers(out: Path, numbers: Mapping[int, int]) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from offline_diffusion.data.claims import Claims, Newest, OwnerWatch, Verdict
 from offline_diffusion.data.deaths import record_death
-from offline_diffusion.data.layout import Shard
+from offline_diffusion.data.layout import Shard, StagedFolder
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.partial import newest_generation
@@ -110,7 +110,8 @@ class ShardQueue:
         return self._look_at_others()
 
     def clear_leftovers(self, published: Mapping[int, Marker]) -> None:
-        """Deletes what crashes left: claims of what is published, and files of this worker's share.
+        """Deletes what crashes left: claims of what is published, files of this worker's share, and what the
+        dead have staged.
 
         Only where nobody is at work.
 
@@ -118,6 +119,7 @@ class ShardQueue:
             published: What was published before this worker began, by shard.
         """
         shards = self._ledger.shards
+        self._ledger.publications.drop_of_the_dead(self._is_gone)  # while claims tell whose it is
         # Looked at before the claims: whoever made one of these has claimed by then.
         leftovers = self._ledger.leftovers()
         newest = self._claims.newest()
@@ -129,6 +131,10 @@ class ShardQueue:
         mine = [index for index in self._share if self._todo.get(index) is None and index not in kept]
         idle = [shards[index] for index in mine if self._judge(index, newest) == "dead"]
         self._ledger.clear_leftovers(idle, leftovers)
+
+    def _is_gone(self, staged: StagedFolder) -> bool:
+        shard = self._ledger.shards[staged.shard]
+        return self._watch.is_gone(self._claims.read(shard, staged.generation))
 
     def has_work(self) -> bool | None:
         """Whether a shard could be claimed now; claims nothing. None while an owner may be dead."""
@@ -183,7 +189,9 @@ class ShardQueue:
             return None
         if (owner := newest.get(index)) is not None and not owner.released:
             claim = self._claims.read(shard, owner.generation)
-            if not self._watch.has_ended(claim):  # in good order, though it may not have cleared up yet
+            is_of_this_job = claim.job_id == self._claims.job_id  # another one's may be alive
+            # One that ended in good order may not have cleared up yet.
+            if is_of_this_job and not self._watch.has_ended(claim):
                 record_death(self._ledger.out, claim.worker)
         self._held.pop(index, None)
         if self._is_published(index):  # since the last look
