@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300 + 12 * NUM_KILLS)]
 INTERVAL_S = 0.5
 WRITING_S = 1.0
 """A checkpoint may take this long to be on disk, with two processes on two cores."""
-FLAGS = ("--shard-size=10", "--max-num-seqs=4", f"--checkpoint-interval={INTERVAL_S}", "--num-tasks=2")
+FLAGS = ("--shard-size=4", "--max-num-seqs=4", f"--checkpoint-interval={INTERVAL_S}", "--num-tasks=2")
 MAX_LIFE_S = 1.2
 """Of drawing, before a signal comes."""
 PAUSE_S = 0.1
@@ -154,7 +154,7 @@ def test_a_storm_costs_nothing_but_the_steps_since_the_last_checkpoint(
     report = verify(storm.out)
     assert (report.problems, report.pending) == ([], [])
     # Other company, the same pixels; and fewer steps, so less time.
-    Runner().run(manifest, tmp_path / "whole", shard_size=10, max_num_seqs=16)
+    Runner().run(manifest, tmp_path / "whole", shard_size=4, max_num_seqs=16)
     for ours, theirs in zip(contents(storm.out), contents(tmp_path / "whole"), strict=True):
         assert ours == theirs
     pixels_by_key(storm.out)  # none twice
