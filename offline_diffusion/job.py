@@ -14,6 +14,7 @@ from offline_diffusion.data.card import write_card
 from offline_diffusion.data.claims import Claims
 from offline_diffusion.data.deaths import FlightLog, forget_deaths, sweep_flights
 from offline_diffusion.data.disk_full import Patience
+from offline_diffusion.data.failures import FailuresElsewhere
 from offline_diffusion.data.heartbeat import drop_old_heartbeats
 from offline_diffusion.data.layout import PROFILE
 from offline_diffusion.data.ledger import Ledger
@@ -197,8 +198,7 @@ class _Task:
         queue.clear_leftovers(before)
         finished = not todo
         if todo and not self.stop.requests:
-            check_faults(index.num_faults, index.num_rows, config.max_failures)
-            finished = self._work(prepared, queue)
+            finished = self._work(prepared, queue, self._failures_elsewhere(prepared, todo))
         self.patience.do(lambda: write_card(ledger))
         if ledger.finish():
             drop_old_notes(ledger.out, lambda: any(m.has_failures for m in ledger.markers().values()))
@@ -206,6 +206,15 @@ class _Task:
         covered = sorted({*share, *queue.taken})
         kept = {number: before[number] for number in covered if number in before and number not in todo}
         return summary_of_task(ledger, index, self.tally, covered, kept, finished=finished, cost=self.cost)
+
+    def _failures_elsewhere(self, prepared: Prepared, todo: Mapping[int, Marker | None]) -> FailuresElsewhere:
+        """Raises `TooManyFailuresError` when so much has failed that the job need not begin."""
+        index, limit = prepared.index, self.config.max_failures
+        elsewhere = FailuresElsewhere(prepared.ledger, self.worker, todo)
+        if limit is not None:
+            check_faults(index.num_faults, index.num_rows, limit)
+            Tally().check_failures(limit, elsewhere.count(()))
+        return elsewhere
 
     # --- what is to be done ------------------------------------------------------------------
 
@@ -224,7 +233,7 @@ class _Task:
 
     # --- drawing -----------------------------------------------------------------------------
 
-    def _work(self, prepared: Prepared, queue: ShardQueue) -> bool:
+    def _work(self, prepared: Prepared, queue: ShardQueue, elsewhere: FailuresElsewhere) -> bool:
         """Draws what the queue gives; False when the stop flag ended it early.
 
         No model is loaded when all that is left is in other workers' hands.
@@ -243,12 +252,14 @@ class _Task:
                 with self.stages.stage("load"):
                     engine = self.make_engine(self.config, prepared.checkpoint)
                 with self.stages.stage("engine"):
-                    finished = self._draw(engine, prepared, queue)
+                    finished = self._draw(engine, prepared, queue, elsewhere)
         if finished and (num_left := queue.num_left_to_others):
             self.say(f"{plural(num_left, 'shard')} left to other workers, which are at work on them")
         return finished
 
-    def _draw(self, engine: Engine, prepared: Prepared, queue: ShardQueue) -> bool:
+    def _draw(
+        self, engine: Engine, prepared: Prepared, queue: ShardQueue, elsewhere: FailuresElsewhere
+    ) -> bool:
         """Draws what the queue gives; False when the stop flag ended it early."""
         if self.profiler is not None:
             self.profiler.attach(engine)
@@ -275,6 +286,7 @@ class _Task:
             saver=saver,
             queue=queue,
             flights=flights,
+            elsewhere=elsewhere,
             patience=self.patience,
             say=self.say,
         )
@@ -322,6 +334,7 @@ class _Task:
             self._admit(engine, feed)
             for output in engine.step():
                 self._take(output, feed, sink)
+            feed.check_failures()  # others' may be too many, too
             feed.saver.tick(engine, feed.pending)
             if self.profiler is not None:
                 self.profiler.next_step()
@@ -365,7 +378,7 @@ class _Task:
         self.tally.num_failed += output.status == "failed"
         self.tally.num_truncated += output.metrics.truncated_tokens > 0
         self.tally.work_done += feed.work(image)
-        self.tally.check_failures(self.config.max_failures)
+        feed.check_failures()
 
     # --- telling -----------------------------------------------------------------------------
 

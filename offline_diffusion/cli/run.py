@@ -78,7 +78,11 @@ profile_option = job_option(
 
 failure_options = together(
     job_option("--retry-failed", "Run the failed and quarantined rows of finished shards again."),
-    job_option("--max-failures", "Stop when more rows fail: a count, or a share such as 5%.", metavar="N|P%"),
+    job_option(
+        "--max-failures",
+        "Stop when more rows of the job fail: a count, or a share such as 5%.",
+        metavar="N|P%",
+    ),
     job_option("--allow-manifest-change", "Resume although the manifest changed; unchanged rows are kept."),
 )
 

@@ -122,9 +122,10 @@ class Ledger:
 
     def published(self) -> set[int]:
         """Indices of the published shards, without those found broken: one directory listing."""
-        return set(self._numbers())
+        return set(self.numbers())
 
-    def _numbers(self) -> dict[int, int]:
+    def numbers(self) -> dict[int, int]:
+        """As ``published``, with the number of each shard's newest publication."""
         found = self.publications.numbers().items()
         return {index: number for index, number in found if number > self._broken.get(index, -1)}
 
@@ -150,7 +151,7 @@ class Ledger:
         None while it is not published, and when the marker is damaged or the shard was found broken:
         then it is to be made again.
         """
-        number = self._numbers().get(shard.index)
+        number = self.numbers().get(shard.index)
         return None if number is None else self.publications.marker(shard.stem, number)
 
     def markers(self) -> dict[int, Marker]:
@@ -159,7 +160,7 @@ class Ledger:
         if not self.markers_folder.exists():  # ``_state`` was deleted: the tables tell as much
             found = ((shard.index, marker_from_tables(self.out, shard)) for shard in shards)
         else:
-            newest = sorted(self._numbers().items())
+            newest = sorted(self.numbers().items())
             found = ((index, self.publications.marker(shards[index].stem, n)) for index, n in newest)
         return {index: marker for index, marker in found if marker is not None}
 
