@@ -204,12 +204,12 @@ class OwnerWatch:
     clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _seen: dict[str, _Seen] = field(default_factory=dict)
-    _tasks: dict[str, int] = field(default_factory=dict)  # of the workers that were asked about
+    _tasks: dict[str, int] = field(default_factory=dict)  # of the workers that are watched
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, a thread looks at those that were asked about, however seldom they are asked about again:
-        a step may take minutes, and so may the loading of a model."""
+        """Inside, a thread looks at those of whom nothing was known when they were asked about last, however
+        long ago: a step may take minutes, and so may the loading of a model."""
         ended = threading.Event()
 
         def keep_looking() -> None:
@@ -236,7 +236,10 @@ class OwnerWatch:
             return "dead"
         if seen.silent_s >= self.stale_s:
             return "dead"
-        return "alive" if seen.has_changed and seen.silent_s <= ALIVE_S else "unsure"
+        if not seen.has_changed or seen.silent_s > ALIVE_S:
+            return "unsure"
+        del self._tasks[claim.worker]  # whoever has many neighbours would read their files for nothing
+        return "alive"
 
     def is_gone(self, claim: Claim) -> bool:
         """Whether an owner has ended for certain: silence alone does not say so."""

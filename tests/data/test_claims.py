@@ -217,6 +217,10 @@ def test_owners_are_watched_while_nobody_asks(
             if is_alive:
                 write_heartbeat(ledger.out, beat)
         assert watch.judge(claim_by("w", ledger)) == ("alive" if is_alive else "dead")
+        reads = list[Path]()
+        monkeypatch.setattr(claims_module, "read_heartbeat", reads.append)
+        time.sleep(0.2)
+        assert bool(reads) is not is_alive, "who is alive is not watched until somebody asks again"
     assert "offdiff-watch" not in {thread.name for thread in threading.enumerate()}
 
 
