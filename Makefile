@@ -10,12 +10,13 @@ QUICKSTART := out/quickstart
 # Tests run in two processes; more threads than cores would slow both down.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help quickstart test test-slow test-slurm test-ray lint format bench clean
+.PHONY: help quickstart test test-slow test-chaos test-slurm test-ray lint format bench clean
 
 help:
 	@echo "make quickstart   draw a small manifest with a small model: the whole path, nothing to download"
 	@echo "make test         the tests that run on any machine"
 	@echo "make test-slow    the long ones"
+	@echo "make test-chaos   workers of a job killed and stopped many times: the dataset is the undisturbed one"
 	@echo "make test-slurm   a job on a Slurm cluster of one node; as root it installs Slurm's packages"
 	@echo "make test-ray     a job on a Ray cluster of two workers; installs ray"
 	@echo "make lint         ruff, mypy, import-linter"
@@ -50,10 +51,14 @@ quickstart: $(VENV)/installed
 	@echo "Read $(QUICKSTART)/README.md for the columns; '$(BIN)/offdiff status $(QUICKSTART)' shows the job."
 
 test: $(VENV)/installed-test
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not slurm and not ray"
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not slurm and not ray and not chaos"
 
 test-slow: $(VENV)/installed-test
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+
+# OFFDIFF_STORM_KILLS=200 makes it a longer storm, OFFDIFF_STORM_SEED=5 another one.
+test-chaos: $(VENV)/installed-test
+	$(ONE_THREAD) $(BIN)/python -m pytest -m chaos tests/chaos
 
 # Where Slurm cannot be installed its tests say so and are skipped.
 test-slurm: $(VENV)/installed-test

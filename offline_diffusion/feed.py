@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from offline_diffusion.config import JobConfig
 from offline_diffusion.data.deaths import Flight, FlightLog, Suspicion, suspicions_of
 from offline_diffusion.data.disk_full import Patience
+from offline_diffusion.data.failures import FailuresElsewhere
 from offline_diffusion.data.layout import Shard, make_shards
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest
@@ -163,6 +164,7 @@ class Feed:
     saver: StepSaver
     queue: ShardQueue
     flights: FlightLog
+    elsewhere: FailuresElsewhere
     patience: Patience
     say: Say
     open: bool = True
@@ -192,7 +194,7 @@ class Feed:
             return  # enough to do: whoever needs the next shard first may have it
         elif (claimed := self.patience.do(self._take_shard)) is not None:
             self._images = self._open_shard(claimed)
-            self.tally.check_failures(self.config.max_failures)
+            self.check_failures()
         elif self.queue.is_open:
             engine.close_source()  # as far as is known; what a dead worker left may follow
             if not engine.has_unfinished:
@@ -200,6 +202,11 @@ class Feed:
         else:
             self.open = False
             engine.close_source()
+
+    def check_failures(self) -> None:
+        """Raises `TooManyFailuresError` when ``--max-failures`` says so of the whole job."""
+        if (limit := self.config.max_failures) is not None:
+            self.tally.check_failures(limit, self.elsewhere.count(self.queue.taken))
 
     def _take_shard(self) -> ClaimedShard | None:
         self.queue.let_go(self.sink.is_open)
@@ -254,6 +261,7 @@ class Feed:
         finished = self.sink.open_shard(
             shard, rows, retry_failed=self.config.retry_failed, generation=claimed.generation
         )
+        self.tally.num_failed_before += self.sink.num_failed(shard.index)
         self.tally.num_rows_opened += shard.num_rows
         self.tally.num_rows = self.tally.num_rows_opened + self.queue.num_rows_ahead
         for images in asked:

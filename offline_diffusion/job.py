@@ -14,6 +14,7 @@ from offline_diffusion.data.card import write_card
 from offline_diffusion.data.claims import Claims
 from offline_diffusion.data.deaths import FlightLog, forget_deaths, sweep_flights
 from offline_diffusion.data.disk_full import Patience
+from offline_diffusion.data.failures import FailuresElsewhere
 from offline_diffusion.data.heartbeat import drop_old_heartbeats
 from offline_diffusion.data.layout import PROFILE
 from offline_diffusion.data.ledger import Ledger
@@ -21,7 +22,7 @@ from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.plan import assign_shards
 from offline_diffusion.data.process import new_worker_name
 from offline_diffusion.data.quick_check import broken_lines, find_broken
-from offline_diffusion.data.retries import numbers_at_begin, tell_workers, told_to_workers
+from offline_diffusion.data.retries import drop_old_notes, numbers_at_begin, tell_workers, told_to_workers
 from offline_diffusion.data.scan import ManifestIndex
 from offline_diffusion.data.shard_queue import LOOK_INTERVAL_S, ShardQueue
 from offline_diffusion.data.sink import Sink
@@ -197,14 +198,23 @@ class _Task:
         queue.clear_leftovers(before)
         finished = not todo
         if todo and not self.stop.requests:
-            check_faults(index.num_faults, index.num_rows, config.max_failures)
-            finished = self._work(prepared, queue)
+            finished = self._work(prepared, queue, self._failures_elsewhere(prepared, todo))
         self.patience.do(lambda: write_card(ledger))
-        ledger.finish()
+        if ledger.finish():
+            drop_old_notes(ledger.out, lambda: any(m.has_failures for m in ledger.markers().values()))
         forget_deaths(ledger.out, ledger.publications.numbers(), config.shard_size)
         covered = sorted({*share, *queue.taken})
         kept = {number: before[number] for number in covered if number in before and number not in todo}
         return summary_of_task(ledger, index, self.tally, covered, kept, finished=finished, cost=self.cost)
+
+    def _failures_elsewhere(self, prepared: Prepared, todo: Mapping[int, Marker | None]) -> FailuresElsewhere:
+        """Raises `TooManyFailuresError` when so much has failed that the job need not begin."""
+        index, limit = prepared.index, self.config.max_failures
+        elsewhere = FailuresElsewhere(prepared.ledger, self.worker, todo)
+        if limit is not None:
+            check_faults(index.num_faults, index.num_rows, limit)
+            Tally().check_failures(limit, elsewhere.count(()))
+        return elsewhere
 
     # --- what is to be done ------------------------------------------------------------------
 
@@ -229,7 +239,7 @@ class _Task:
 
     # --- drawing -----------------------------------------------------------------------------
 
-    def _work(self, prepared: Prepared, queue: ShardQueue) -> bool:
+    def _work(self, prepared: Prepared, queue: ShardQueue, elsewhere: FailuresElsewhere) -> bool:
         """Draws what the queue gives; False when the stop flag ended it early.
 
         No model is loaded when all that is left is in other workers' hands.
@@ -244,15 +254,18 @@ class _Task:
         finished = True
         if has_work:
             self.observer(Progress(phase="loading", num_images=prepared.index.num_images))
-            with self.stages.stage("load"):
-                engine = self.make_engine(self.config, prepared.checkpoint)
-            with self.stages.stage("engine"):
-                finished = self._draw(engine, prepared, queue)
+            with queue.watching():
+                with self.stages.stage("load"):
+                    engine = self.make_engine(self.config, prepared.checkpoint)
+                with self.stages.stage("engine"):
+                    finished = self._draw(engine, prepared, queue, elsewhere)
         if finished and (num_left := queue.num_left_to_others):
             self.say(f"{plural(num_left, 'shard')} left to other workers, which are at work on them")
         return finished
 
-    def _draw(self, engine: Engine, prepared: Prepared, queue: ShardQueue) -> bool:
+    def _draw(
+        self, engine: Engine, prepared: Prepared, queue: ShardQueue, elsewhere: FailuresElsewhere
+    ) -> bool:
         """Draws what the queue gives; False when the stop flag ended it early."""
         if self.profiler is not None:
             self.profiler.attach(engine)
@@ -280,6 +293,7 @@ class _Task:
             saver=saver,
             queue=queue,
             flights=flights,
+            elsewhere=elsewhere,
             patience=self.patience,
             say=self.say,
         )
@@ -332,6 +346,7 @@ class _Task:
             self._admit(engine, feed)
             for output in engine.step():
                 self._take(output, feed, sink)
+            feed.check_failures()  # others' may be too many, too
             feed.saver.tick(engine, feed.pending)
             if self.profiler is not None:
                 self.profiler.next_step()
@@ -375,7 +390,7 @@ class _Task:
         self.tally.num_failed += output.status == "failed"
         self.tally.num_truncated += output.metrics.truncated_tokens > 0
         self.tally.work_done += feed.work(image)
-        self.tally.check_failures(self.config.max_failures)
+        feed.check_failures()
 
     # --- telling -----------------------------------------------------------------------------
 

@@ -21,11 +21,25 @@ class StopFlag:
 
     requests: int = 0
     why: str = ""
+    clock: Callable[[], float] = time.monotonic
+    _counted_at: float = 0.0
 
-    def request(self, why: str) -> None:
-        """One more request to stop; ``why`` names the first."""
-        self.why = self.why or why
+    def request(self, why: str, *, echo_s: float = 0.0) -> bool:
+        """One more request to stop.
+
+        Args:
+            why: The first one's is kept.
+            echo_s: So long after the last one this one is the same, delivered twice.
+
+        Returns:
+            Whether it counts.
+        """
+        now = self.clock()
+        if self.requests and now - self._counted_at < echo_s:
+            return False
+        self.why, self._counted_at = self.why or why, now
         self.requests += 1
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +65,22 @@ class Progress:
     num_rows_scanned: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What became of images, and how many rows are quarantined."""
+
+    num_ok: int = 0
+    num_failed: int = 0
+    num_faults: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.num_ok + other.num_ok,
+            self.num_failed + other.num_failed,
+            self.num_faults + other.num_faults,
+        )
+
+
 Observer = Callable[[Progress], None]
 Say = Callable[[str], None]
 
@@ -64,6 +94,7 @@ class Tally:
         num_ok, num_failed: Images finished in this run.
         num_faults: Quarantined rows met in this run.
         num_resumed: Images of opened shards that were there already.
+        num_failed_before: Of these those that had failed.
         num_truncated, num_guidance_off: Images to warn of, once, with their number.
         num_rows_opened, num_images_opened: Of the shards opened so far.
         work_opened, work_done: FLOPs.
@@ -74,6 +105,7 @@ class Tally:
     num_failed: int = 0
     num_faults: int = 0
     num_resumed: int = 0
+    num_failed_before: int = 0
     num_truncated: int = 0
     num_guidance_off: int = 0
     num_guidance_scale_unused: int = 0
@@ -115,22 +147,29 @@ class Tally:
             num_waiting=num_waiting,
         )
 
-    def check_failures(self, limit: str | None) -> None:
+    @property
+    def counts(self) -> Counts:
+        """Of all images of the opened shards, whoever made them."""
+        num_ok_before = self.num_resumed - self.num_failed_before
+        return Counts(self.num_ok + num_ok_before, self.num_failed + self.num_failed_before, self.num_faults)
+
+    def check_failures(self, limit: str, elsewhere: Counts) -> None:
         """Raises `TooManyFailuresError` when ``--max-failures`` says so.
 
         Args:
-            limit: A count or a share (``5%``); None allows any number.
+            limit: A count or a share (``5%``).
+            elsewhere: Of all other shards of the job.
         """
-        if limit is None:
-            return
-        failures = self.num_failed + self.num_faults
-        attempted = self.num_ok + failures
+        whole = self.counts + elsewhere
+        failures = whole.num_failed + whole.num_faults
+        attempted = whole.num_ok + failures
         if _too_many(failures, attempted, limit) and (attempted >= MIN_SHARE_SAMPLE or "%" not in limit):
-            begun = self.num_images_opened + self.num_faults
+            others = elsewhere.num_ok + elsewhere.num_failed + elsewhere.num_faults
+            begun = self.num_images_opened + self.num_faults + others
             raise TooManyFailuresError(
-                f"{plural(self.num_failed, 'image')} failed and {plural(self.num_faults, 'row')} cannot be "
+                f"{plural(whole.num_failed, 'image')} failed and {plural(whole.num_faults, 'row')} cannot be "
                 f"drawn, of {begun:,} begun; --max-failures is {limit}",
-                hint="what is finished is kept: mend the cause, or raise the limit, and run again",
+                hint="what is finished is kept: mend the cause and add --retry-failed, or raise the limit",
             )
 
     def warnings(self) -> list[str]:
@@ -154,14 +193,14 @@ class Tally:
         return lines
 
 
-def check_faults(num_faults: int, num_rows: int, limit: str | None) -> None:
+def check_faults(num_faults: int, num_rows: int, limit: str) -> None:
     """Raises `TooManyFailuresError` when a manifest alone has more faulty rows than ``--max-failures``.
 
     Args:
         num_faults, num_rows: Of the whole manifest.
-        limit: A count or a share (``5%``); None allows any number.
+        limit: A count or a share (``5%``).
     """
-    if limit is not None and _too_many(num_faults, num_rows, limit):
+    if _too_many(num_faults, num_rows, limit):
         raise TooManyFailuresError(
             f"{num_faults:,} of the manifest's {plural(num_rows, 'row')} are faulty, "
             f"--max-failures is {limit}",

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from job_fakes import (
     SMALL,
+    CountingEngine,
     FailingModel,
     Runner,
     loaded_model,
@@ -18,9 +19,12 @@ from job_fakes import (
     write_jsonl,
 )
 
+from offline_diffusion import job
 from offline_diffusion.cli.main import main
+from offline_diffusion.data import failures
 from offline_diffusion.data.verify import verify
 from offline_diffusion.errors import TooManyFailuresError
+from offline_diffusion.progress import StopFlag
 
 FAILING = {
     2: ("TOKENIZE", "model_error", "RuntimeError: a made-up tokenizer fault"),
@@ -218,3 +222,58 @@ def test_a_full_disk_ends_the_job_with_a_message(manifest: Path, tmp_path: Path,
     result = run_cli(Runner(), manifest, out)
     assert result.exit_code == 0
     assert verify(out).problems == []
+
+
+def test_failures_of_all_workers_count(manifest: Path, tmp_path: Path) -> None:
+    """Two tasks one after the other, 5 failures in all. Catches a limit that each of them has for itself."""
+    out, runner, stop = tmp_path / "out", Runner(FailingModel(loaded_model())), StopFlag()
+    options = SMALL | {"shard_size": 2, "num_tasks": 2, "max_num_seqs": 2, "scheduling_policy": "fifo"}
+
+    def stop_early(engine: CountingEngine) -> None:
+        if engine.num_steps == 6:
+            stop.request("enough")
+
+    runner.on_step = stop_early
+    num_failed = runner.run(manifest, out, task_index=0, stop=stop, max_failures="4", **options).num_failed
+    assert 0 < num_failed < 5
+    runner.on_step = lambda engine: None
+    with pytest.raises(TooManyFailuresError, match=r"5 images failed and 0 rows .*; --max-failures is 4"):
+        runner.run(manifest, out, task_index=1, max_failures="4", **options)
+    assert runner.run(manifest, out, task_index=1, max_failures="5", **options).num_failed <= 5 - num_failed
+    summary = Runner().run(manifest, out, retry_failed=True, max_failures="0", **options)
+    assert summary.num_failed == 0, "what is made again does not count"
+
+
+def test_a_worker_without_failures_stops_for_those_of_others(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(failures, "MAX_SHARE", 1.0)
+    monkeypatch.setattr(job, "LOOK_AHEAD", 2)  # so that not all shards are its own at once
+    out, options = tmp_path / "out", {"shard_size": 2, "max_num_seqs": 2} | SMALL
+    (tmp_path / "other").mkdir()
+    Runner(FailingModel(loaded_model())).run(manifest, tmp_path / "other" / "out", **options)
+    runner = Runner()  # draws all
+
+    def other_publishes(engine: CountingEngine) -> None:
+        if engine.num_steps == 3:
+            for marker in (tmp_path / "other" / "out" / "_state" / "shards").iterdir():
+                if marker.stem in ("shard-00005", "shard-00006"):
+                    marker.rename(out / "_state" / "shards" / marker.name)
+
+    runner.on_step = other_publishes
+    with pytest.raises(TooManyFailuresError, match="2 images failed"):
+        runner.run(manifest, out, max_failures="1", scheduling_policy="fifo", **options)
+    assert runner.engine is not None
+    assert runner.engine.num_steps < 8
+
+
+def test_a_job_with_too_many_failures_does_not_begin(manifest: Path, tmp_path: Path) -> None:
+    out, runner = tmp_path / "out", Runner(FailingModel(loaded_model()))
+    options = SMALL | {"shard_size": 4}
+    runner.run(manifest, out, **options)
+    (out / "_state" / "shards" / "shard-00000.json").unlink()
+    with pytest.raises(TooManyFailuresError, match="4 images failed") as caught:
+        runner.run(manifest, out, max_failures="3", **options)
+    assert runner.engine is None, "a model was loaded for nothing"
+    assert "--retry-failed" in str(caught.value.hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,24 @@ def test_an_array_of_tasks_with_several_devices_does_too(out: Path, monkeypatch:
     assert [attempts(out, is_part=True) for _ in range(2)] == [1, 0]
     prepare(out)  # requeued
     assert attempts(out, is_part=True) == 0
+
+
+def notes(out: Path) -> list[str]:
+    return sorted(path.name[12:-5] for path in (out / "_state").glob("retry.slurm-*.json"))
+
+
+def test_notes_of_arrays_do_not_pile_up(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest stay while something fails: their tasks may come late. Afterwards none is needed."""
+    for number in range(4700, 4706):
+        monkeypatch.setenv(JOB, str(number))
+        assert attempts(out, is_part=False) == 1
+        path = out / "_state" / f"retry.slurm-{number}.json"
+        os.utime(path, (number, number))
+    assert attempts(out, is_part=False) == 0
+    assert notes(out) == ["4702", "4703", "4704", "4705"]
+    monkeypatch.setenv(JOB, "4706")
+    Runner().run_task(config_of(out))  # the model is mended: it draws the failures, too
+    assert notes(out) == []
 
 
 def test_what_a_worker_left_unfinished_the_next_goes_on_with(out: Path) -> None:

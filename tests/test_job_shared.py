@@ -12,6 +12,7 @@ from job_fakes import SMALL, CountingEngine, Runner, make_rows, pixels_by_key, w
 
 from offline_diffusion import job
 from offline_diffusion.config import make_job_config
+from offline_diffusion.data import claims, heartbeat, shard_queue
 from offline_diffusion.data import sink as sink_module
 from offline_diffusion.data.claims import Claims
 from offline_diffusion.data.layout import StagedFolder
@@ -130,3 +131,44 @@ def test_two_tasks_that_run_at_once_draw_each_image_once(manifest: Path, tmp_pat
     assert set((first.finished + second.finished).values()) == {1}
     assert len(pixels_by_key(out)) == NUM_ROWS
     assert not list((out / "_state" / "claims").iterdir())
+
+
+def test_steps_that_take_long_keep_no_dead_owner_alive(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shard is taken while own images are at work. Catches a watch that every long step begins anew."""
+    out, taken_at = tmp_path / "out", list[int]()
+    monkeypatch.setattr(heartbeat, "STALE_S", 0.8)
+    monkeypatch.setattr(claims, "MAX_LOOK_GAP_S", 0.4)
+    for module in (claims, shard_queue):
+        monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.02)
+    options = OPTIONS | {"num_inference_steps": 10, "max_num_seqs": NUM_ROWS, "limit": 4}
+    config = make_job_config({"manifests": [str(manifest)], "out": out, **options})
+    job.prepare_job(config, observer=lambda _: None, stop=StopFlag(), say=lambda _: None)
+    ledger = Ledger(out)
+    dead = Claims(out, worker="far:1:a", task=0, job_id=ledger.job.job_id)
+    dead._process = ProcessId()
+    assert dead.create(ledger.shards[2], 0)
+    runner = Runner()
+
+    def on_step(engine: CountingEngine) -> None:
+        time.sleep(0.5)
+        if "shard-00002.000001.json" in os.listdir(out / "_state" / "claims"):
+            taken_at.append(engine.num_steps)
+
+    runner.on_step = on_step
+    assert runner.run(manifest, out, **options).num_ok == 4
+    assert taken_at[0] < 10, "not before own images were done"
+
+
+def test_a_worker_beats_during_a_long_step(manifest: Path, tmp_path: Path) -> None:
+    out, runner, counts = tmp_path / "out", Runner(), list[int]()
+
+    def on_step(engine: CountingEngine) -> None:
+        for _ in range(2 if engine.num_steps == 3 else 0):
+            counts.extend(beat.count for beat in heartbeat.read_heartbeats(out))
+            time.sleep(0.6)
+
+    runner.on_step = on_step
+    runner.run(manifest, out, limit=4, **OPTIONS)
+    assert counts[1] >= counts[0] + 3

@@ -78,7 +78,11 @@ profile_option = job_option(
 
 failure_options = together(
     job_option("--retry-failed", "Run the failed and quarantined rows of finished shards again."),
-    job_option("--max-failures", "Stop when more rows fail: a count, or a share such as 5%.", metavar="N|P%"),
+    job_option(
+        "--max-failures",
+        "Stop when more rows of the job fail: a count, or a share such as 5%.",
+        metavar="N|P%",
+    ),
     job_option("--allow-manifest-change", "Resume although the manifest changed; unchanged rows are kept."),
 )
 
@@ -123,7 +127,8 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
 
     A faulty row never stops the job: it is set aside with its reason, and the exit code is 3.
     SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 save the images that are being drawn at their step and exit
-    with 75, as does a time limit; a second signal stops without saving.
+    with 75, as does a time limit; a second signal, 2 s later or more (SIGINT: at once), stops without
+    saving.
 
     \b
     Example:

@@ -15,6 +15,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 STOP_KEY = "offline_diffusion.stop"
 """Where a command that can be stopped finds its ``StopFlag`` in click's ``meta``."""
 
+ECHO_S = {signal.SIGINT: 0.2}
+"""Seconds after a request for which another signal is the same request: launchers of containers and clusters
+signal both the process group and its leader. A person who presses Ctrl-C twice means it."""
+
+DEFAULT_ECHO_S = 2.0
+
 _PATIENCE = 2
 """Interrupts after which the next one ends a job that hangs."""
 
@@ -24,16 +30,19 @@ def stop_on_signals(stop: StopFlag) -> Iterator[None]:
     """Inside, every stop signal is a request to ``stop`` and SIGCONT is ignored.
 
     The first request saves unfinished images at their step, the second stops without. A third SIGINT
-    raises KeyboardInterrupt, for the person in front of a job that hangs.
+    raises KeyboardInterrupt, for the person in front of a job that hangs. A signal that comes at once after
+    another request, see `ECHO_S`, does not count.
     """
     num_interrupts = 0
 
     def handle(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         nonlocal num_interrupts
+        name = signal.Signals(number)
+        if not stop.request(name.name, echo_s=ECHO_S.get(name, DEFAULT_ECHO_S)):
+            return
         num_interrupts += number == signal.SIGINT
         if num_interrupts > _PATIENCE:
             raise KeyboardInterrupt
-        stop.request(signal.Signals(number).name)
 
     before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     before[signal.SIGCONT] = signal.signal(signal.SIGCONT, signal.SIG_IGN)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +28,10 @@ CLAIMS = f"{STATE}/claims"
 
 MAX_LOOK_GAP_S = 5.0
 """Most seconds from one look to the next. After a longer gap nothing is known of an owner: an observer that
-was frozen itself, with the whole machine perhaps, or was busy has seen neither silence nor life."""
+was frozen itself, with the whole machine perhaps, has seen neither silence nor life."""
+
+LOOK_INTERVAL_S = 2.0
+"""Between two looks of the thread that watches while this worker is at a step."""
 
 ALIVE_S = 5 * heartbeat.INTERVAL_S
 """An owner is known to be alive for so long after its sign was seen to change."""
@@ -81,6 +85,7 @@ class Claims:
     ) -> None:
         self.worker, self.task, self.job_id = worker, task, job_id
         self._files = files or FolderFiles(out)
+        self._known: dict[str, Claim] = {}  # claims never change
         self._process = this_process()
 
     def newest(self) -> dict[int, Newest]:
@@ -90,9 +95,12 @@ class Claims:
     def read(self, shard: Shard, generation: int) -> Claim:
         """A claim; where it is damaged or gone, one of a worker that never gives a sign."""
         path = self._path(shard, generation)
+        if path in self._known:
+            return self._known[path]
         try:
             values = self._files.read(path)
-            return Claim(process=ProcessId(**values.pop("process")), **values)
+            self._known[path] = Claim(process=ProcessId(**values.pop("process")), **values)
+            return self._known[path]
         except (OSError, KeyError, TypeError, JobError):
             return Claim(
                 shard=shard.index,
@@ -106,6 +114,9 @@ class Claims:
 
     def create(self, shard: Shard, generation: int) -> bool:
         """Claims a shard; of several workers that try the same generation one wins.
+
+        What counts is the name: a claim that could be made but not synced is held all the same. A power loss
+        that costs it costs its owner too.
 
         Returns:
             Whether this one did.
@@ -170,7 +181,7 @@ class _Seen:
 
 @dataclass
 class OwnerWatch:
-    """Tells dead owners from live ones by watching their heartbeats change.
+    """Tells dead owners from live ones by watching their heartbeats change. Any thread may ask.
 
     Args:
         out: The output folder.
@@ -178,6 +189,8 @@ class OwnerWatch:
         stale_s: Seconds of silence, while it was watched, after which an owner is taken for dead.
         clock: A monotonic clock in seconds; no other clock is asked.
         files: Where signs of life lie; None takes the output folder.
+        max_gap_s: Most seconds from one look to the next, see `MAX_LOOK_GAP_S`.
+        fresh_s: A look is not repeated within so many seconds.
     """
 
     out: Path
@@ -185,36 +198,78 @@ class OwnerWatch:
     stale_s: float = field(default_factory=lambda: heartbeat.STALE_S)
     clock: Callable[[], float] = time.monotonic
     files: StateFiles | None = None
+    max_gap_s: float = MAX_LOOK_GAP_S
+    fresh_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _seen: dict[str, _Seen] = field(default_factory=dict)
+    _beats: dict[str, Heartbeat | None] = field(default_factory=dict)
+    _tasks: dict[str, int] = field(default_factory=dict)  # of the workers that are watched
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, a thread looks at those of whom nothing was known when they were asked about last, however
+        long ago: a step may take minutes, and so may the loading of a model."""
+        ended = threading.Event()
+
+        def keep_looking() -> None:
+            while not ended.wait(LOOK_INTERVAL_S):
+                for worker, task in list(self._tasks.items()):
+                    self._look(worker, task)
+
+        thread = threading.Thread(target=keep_looking, name="offdiff-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def judge(self, claim: Claim) -> Verdict:
         """Looks at an owner once more; ``unsure`` until it was seen to change or was silent for long."""
-        beat = self._last_sign(claim)
-        if claim.job_id != self.job_id or _has_ended(beat) or is_known_dead(claim.process):
+        if claim.job_id != self.job_id or is_known_dead(claim.process):
             return "dead"
-        seen = self._look(claim.worker, None if beat is None else beat.count)
+        self._tasks[claim.worker] = claim.task
+        beat, seen = self._look(claim.worker, claim.task)
+        if _has_ended(beat):
+            del self._tasks[claim.worker]
+            return "dead"
         if seen.silent_s >= self.stale_s:
             return "dead"
-        return "alive" if seen.has_changed and seen.silent_s <= ALIVE_S else "unsure"
+        if not seen.has_changed or seen.silent_s > ALIVE_S:
+            return "unsure"
+        del self._tasks[claim.worker]  # whoever has many neighbours would read their files for nothing
+        return "alive"
+
+    def is_gone(self, claim: Claim) -> bool:
+        """Whether an owner has ended for certain: silence alone does not say so."""
+        return is_known_dead(claim.process) or self.has_ended(claim)
 
     def has_ended(self, claim: Claim) -> bool:
         """Whether an owner says itself that it came to an end: no death, whatever it has left."""
-        return _has_ended(self._last_sign(claim))
+        return _has_ended(self._read(claim.worker, claim.task))
 
-    def _last_sign(self, claim: Claim) -> Heartbeat | None:
-        return read_heartbeat(self.files or FolderFiles(self.out), claim.task, claim.worker)
+    def _look(self, worker: str, task: int) -> tuple[Heartbeat | None, _Seen]:
+        with self._lock:  # also while it is read: signs must come in their order
+            seen = self._seen.get(worker)
+            if seen is not None and self.clock() - seen.looked_at < self.fresh_s:
+                return self._beats[worker], replace(seen)
+            beat = self._beats[worker] = self._read(worker, task)
+            return beat, self._note(worker, None if beat is None else beat.count)
 
-    def _look(self, worker: str, sign: int | None) -> _Seen:
+    def _read(self, worker: str, task: int) -> Heartbeat | None:
+        return read_heartbeat(self.files or FolderFiles(self.out), task, worker)
+
+    def _note(self, worker: str, sign: int | None) -> _Seen:
         now = self.clock()
         seen = self._seen.get(worker)
-        if seen is None or now - seen.looked_at > MAX_LOOK_GAP_S:
+        if seen is None or now - seen.looked_at > self.max_gap_s:
             self._seen[worker] = seen = _Seen(sign, now)
         elif seen.sign != sign:
             self._seen[worker] = seen = _Seen(sign, now, has_changed=sign is not None)
         else:
             seen.silent_s += now - seen.looked_at
             seen.looked_at = now
-        return seen
+        return replace(seen)
 
 
 def _has_ended(beat: Heartbeat | None) -> bool:

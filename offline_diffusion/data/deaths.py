@@ -6,7 +6,8 @@ the worker's claim is taken over, whoever does so turns both into a record of th
 flight at one crash is drawn alone from then on, so the next crash is nobody's but its own.
 
 A SIGKILL leaves no traceback: it may be a preemption as well as a want of memory, so it counts for little,
-and for nothing once the image has come a step further.
+and for nothing once the image has come a step further. Who knows that it was a want of memory says so in the
+record: then it is a crash.
 
 All of this is a hint, not the books: where it cannot be written, nobody is told and the job goes on.
 """
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offline_diffusion.data.files import create_file, read_json, to_json
+from offline_diffusion.data.files import create_file, read_json, replace_file, to_json
 from offline_diffusion.data.heartbeat import read_heartbeats
 from offline_diffusion.data.layout import DEATHS, FLIGHTS, SCRATCH
 from offline_diffusion.data.partial import ImageKey
@@ -74,7 +75,7 @@ class Suspicion:
     """How often workers died with an image in flight.
 
     Args:
-        num_crashes: Of a fatal signal that left its traceback.
+        num_crashes: Of a fatal signal that left its traceback, or of a want of memory.
         num_kills: Of an unknown cause, in any company, since the image last gained a step.
         num_lone_kills: Likewise with no other image in flight.
         cause: First line that the latest crash left.
@@ -197,6 +198,14 @@ def record_death(out: Path, worker: str) -> bool:
     except OSError:  # the log stays for the next who comes by
         return False
     return bool(in_flight)
+
+
+def give_cause(out: Path, record: Path, cause: str) -> None:
+    """Makes the record of a death without a known cause one of a crash; any other one stays as it is."""
+    with contextlib.suppress(OSError, KeyError, JobError):
+        values = read_json(record)
+        if not values["crash"]:
+            replace_file(record, to_json(values | {"crash": cause}), out / SCRATCH)
 
 
 def sweep_flights(out: Path) -> None:

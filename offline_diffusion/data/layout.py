@@ -109,6 +109,11 @@ class StagedFolder:
     stem: str
     number: int
 
+    @property
+    def generation(self) -> int:
+        """Of the owner that made it."""
+        return int(self.path.name.rpartition(".")[2].partition("-")[0])
+
 
 def staged_folders(staged: Path) -> list[StagedFolder]:
     """All of them, by name; empty when there is no such folder."""

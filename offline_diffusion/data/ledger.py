@@ -176,7 +176,7 @@ class Ledger:
         if self.remote is not None and time.monotonic() >= self._next_pull:
             self.remote.pull_markers()
             self._next_pull = time.monotonic() + LIST_INTERVAL_S
-        return set(self._numbers())
+        return set(self.numbers())
 
     def refresh(self, shard: Shard) -> None:
         """Looks whether somebody has published a shard just now; on a file system that shows by itself."""
@@ -223,7 +223,8 @@ class Ledger:
         with self.remote.at_hand(marker):
             yield
 
-    def _numbers(self) -> dict[int, int]:
+    def numbers(self) -> dict[int, int]:
+        """As ``published``, with the number of each shard's newest publication."""
         self._listed = self.publications.numbers()
         found = self._listed.items()
         return {index: number for index, number in found if number > self._broken.get(index, -1)}
@@ -266,7 +267,7 @@ class Ledger:
         if not self.markers_folder.exists():  # ``_state`` was deleted: the tables tell as much
             found = ((shard.index, marker_from_tables(self.out, shard)) for shard in shards)
         else:
-            newest = sorted(self._numbers().items())
+            newest = sorted(self.numbers().items())
             found = ((index, self.publications.marker(shards[index].stem, n)) for index, n in newest)
         return {index: marker for index, marker in found if marker is not None}
 

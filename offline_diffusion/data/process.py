@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+_STOPPED = ("T",)
 _ENDED = ("Z", "X")  # a zombie has ended: only its parent has not asked yet
 
 
@@ -70,6 +71,11 @@ def is_running(pid: int) -> bool:
     except OSError:  # another user's
         pass
     return True
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this numbering was stopped, by SIGSTOP for one; False where nobody can tell."""
+    return _state_and_start(pid)[0] in _STOPPED
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -200,6 +200,19 @@ class Publications:
             return False
         shutil.rmtree(aside, ignore_errors=True)
         return True
+
+    def drop_of_the_dead(self, is_dead: Callable[[StagedFolder], bool]) -> None:
+        """Deletes publications that were never committed.
+
+        Args:
+            is_dead: Whether the process that made one has ended for certain: one that is merely silent may
+                thaw and commit at any moment.
+        """
+        numbers = self.numbers()
+        for staged in staged_folders(self.staged):
+            is_late = staged.number > numbers.get(staged.shard, -1)  # others are `roll_forward`'s
+            if is_late and is_dead(staged) and not self.is_committed(staged):
+                move_away(staged.path, self.scratch)
 
     def roll_forward(self, shard: Shard | None = None) -> None:
         """Moves the files of publications that were committed by a process that died, and deletes what lost.

@@ -8,7 +8,9 @@ retried only while its newest one has the number noted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from offline_diffusion.data.files import to_json
 from offline_diffusion.data.layout import STATE
@@ -20,6 +22,9 @@ _TOLD = f"{STATE}/retry.json"
 SLURM_ARRAY_JOB = "SLURM_ARRAY_JOB_ID"
 """Names the submission in the environment of an array's tasks; a requeued one keeps it."""
 
+MAX_KEPT_NOTES = 4
+"""Submissions of arrays whose tasks may still come."""
+
 
 def numbers_at_begin(
     files: StateFiles, numbers: Mapping[int, int], environ: Mapping[str, str]
@@ -27,7 +32,8 @@ def numbers_at_begin(
     """The numbers to go by for a command that begins now.
 
     A task of a Slurm array belongs to the command that submitted it: the first task of all notes the
-    numbers in ``_state/retry.slurm-<array's job>.json``, which stays, since more tasks may come at any time.
+    numbers in ``_state/retry.slurm-<array's job>.json``. More tasks may come at any time: see
+    `drop_old_notes`.
 
     Args:
         files: What the workers share.
@@ -43,7 +49,26 @@ def numbers_at_begin(
         return dict(numbers)
     path = f"{STATE}/retry.slurm-{job}.json"
     files.create(path, _to_json(numbers))
-    return _read(files, path)
+    try:
+        return _read(files, path)
+    except FileNotFoundError:  # dropped at once: nothing fails any more
+        return dict(numbers)
+
+
+def drop_old_notes(out: Path, has_failures: Callable[[], bool]) -> None:
+    """Drops the notes of Slurm arrays that no task will need any more, once a job is complete.
+
+    While something fails, tasks of an array may come late, so the newest few stay.
+
+    Args:
+        out: The output folder.
+        has_failures: Whether any published shard has; asked only where there are notes.
+    """
+    with contextlib.suppress(OSError):
+        notes = sorted((path.stat().st_mtime_ns, path) for path in (out / STATE).glob("retry.slurm-*.json"))
+        num_kept = MAX_KEPT_NOTES if notes and has_failures() else 0
+        for _, path in notes[: max(0, len(notes) - num_kept)]:
+            path.unlink(missing_ok=True)
 
 
 def tell_workers(files: StateFiles, numbers: Mapping[int, int]) -> None:
@@ -62,7 +87,10 @@ def told_to_workers(files: StateFiles) -> dict[int, int]:
     Raises:
         JobError: The note is damaged or gone.
     """
-    return _read(files, _TOLD)
+    try:
+        return _read(files, _TOLD)
+    except FileNotFoundError:
+        raise JobError(f"{_TOLD} is gone", hint="give the command again") from None
 
 
 def _to_json(numbers: Mapping[int, int]) -> bytes:
@@ -70,7 +98,8 @@ def _to_json(numbers: Mapping[int, int]) -> bytes:
 
 
 def _read(files: StateFiles, path: str) -> dict[int, int]:
+    values = files.read(path)
     try:
-        return {int(index): int(number) for index, number in files.read(path)["numbers"].items()}
+        return {int(index): int(number) for index, number in values["numbers"].items()}
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise JobError(f"{path} is damaged: {error}", hint="give the command again") from None

@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from offline_diffusion.data.claims import Claims, Newest, OwnerWatch, Verdict
 from offline_diffusion.data.deaths import record_death
-from offline_diffusion.data.layout import Shard
+from offline_diffusion.data.layout import Shard, StagedFolder
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.partial import newest_generation
@@ -25,6 +26,9 @@ PARK_S = 20.0
 
 REMOTE_STALE_S = 120.0
 """`heartbeat.STALE_S` where signs go over a network, which may fail for a while."""
+
+REMOTE_FRESH_S = 4.0
+"""A worker's sign is not asked for more often: there it is renewed every `storage.LIST_INTERVAL_S`."""
 
 
 class ClaimedShard(NamedTuple):
@@ -93,6 +97,10 @@ class ShardQueue:
         """Whether `take` may still come up with a shard: some are left, or an owner may be dead."""
         return bool(self._own or self._others) or any(known != "alive" for known in self._held.values())
 
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, owners are watched also while nobody asks for a shard; see `OwnerWatch.watching`."""
+        return self._watch.watching()
+
     def take(self) -> ClaimedShard | None:
         """Claims the next shard.
 
@@ -111,7 +119,8 @@ class ShardQueue:
         return self._look_at_others()
 
     def clear_leftovers(self, published: Mapping[int, Marker]) -> None:
-        """Deletes what crashes left: claims of what is published, and files of this worker's share.
+        """Deletes what crashes left: claims of what is published, files of this worker's share, and what the
+        dead have staged.
 
         Only where nobody is at work.
 
@@ -119,6 +128,7 @@ class ShardQueue:
             published: What was published before this worker began, by shard.
         """
         shards = self._ledger.shards
+        self._ledger.publications.drop_of_the_dead(self._is_gone)  # while claims tell whose it is
         # Looked at before the claims: whoever made one of these has claimed by then.
         leftovers = self._ledger.leftovers()
         newest = self._claims.newest()
@@ -130,6 +140,10 @@ class ShardQueue:
         mine = [index for index in self._share if self._todo.get(index) is None and index not in kept]
         idle = [shards[index] for index in mine if self._judge(index, newest) == "dead"]
         self._ledger.clear_leftovers(idle, leftovers)
+
+    def _is_gone(self, staged: StagedFolder) -> bool:
+        shard = self._ledger.shards[staged.shard]
+        return self._watch.is_gone(self._claims.read(shard, staged.generation))
 
     def has_work(self) -> bool | None:
         """Whether a shard could be claimed now; claims nothing. None while an owner may be dead."""
@@ -200,7 +214,9 @@ class ShardQueue:
             return None
         if (owner := newest.get(index)) is not None and not owner.released:
             claim = self._claims.read(shard, owner.generation)
-            if not self._watch.has_ended(claim):  # in good order, though it may not have cleared up yet
+            is_of_this_job = claim.job_id == self._claims.job_id  # another one's may be alive
+            # One that ended in good order may not have cleared up yet.
+            if is_of_this_job and not self._watch.has_ended(claim):
                 record_death(self._ledger.out, claim.worker)
         self._held.pop(index, None)
         self._ledger.refresh(shard)
@@ -255,7 +271,14 @@ def owner_watch(ledger: Ledger, job_id: str) -> OwnerWatch:
     """Watches the owners of an output's shards; on object storage with more patience: signs come seldom."""
     if ledger.remote is None:
         return OwnerWatch(ledger.out, job_id)
-    return OwnerWatch(ledger.out, job_id, stale_s=REMOTE_STALE_S, files=ledger.files)
+    return OwnerWatch(
+        ledger.out,
+        job_id,
+        stale_s=REMOTE_STALE_S,
+        files=ledger.files,
+        max_gap_s=REMOTE_STALE_S / 2,
+        fresh_s=REMOTE_FRESH_S,
+    )
 
 
 def _dearest_first(shards: Iterable[int], costs: Sequence[float]) -> list[int]:

@@ -59,10 +59,6 @@ class SinkProgress:
     num_pending: int = 0
 
 
-def _say_nothing(_: str) -> None:
-    pass
-
-
 class Sink:
     """Takes the outputs of one task.
 
@@ -89,7 +85,7 @@ class Sink:
         worker: str = "",
         num_threads: int = 4,
         max_pending: int = 64,
-        say: Callable[[str], None] = _say_nothing,
+        say: Callable[[str], None] = lambda _: None,
         stages: Stages = NO_STAGES,
     ) -> None:
         self.stages = stages
@@ -207,6 +203,10 @@ class Sink:
         """Images of a shard that a kill cannot lose any more, as of now; None when it is not open here."""
         writer = self._open.get(shard_index)
         return None if writer is None else writer.finished
+
+    def num_failed(self, shard_index: int) -> int:
+        """Failed images of an open shard that are written; 0 when it is not open here."""
+        return 0 if (writer := self._open.get(shard_index)) is None else writer.num_failed
 
     def is_open(self, shard_index: int) -> bool:
         """Whether a shard is still made or published here; any thread may ask."""

@@ -74,6 +74,11 @@ class FolderFiles:
                 return create_file(target, content, target.parent)
             except FileNotFoundError:  # somebody else has cleared up here: it was of no use any more
                 return False
+            except OSError:  # of the folder's sync perhaps, which comes when the file is there
+                with contextlib.suppress(OSError):
+                    if target.read_bytes() == content:
+                        return True
+                raise
 
     def replace(self, path: str, content: bytes) -> None:
         with disk_errors(self._out / path):

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from offline_diffusion.config import JobConfig
+from offline_diffusion.data.process import is_stopped
 from offline_diffusion.errors import BackendError, JobInterrupted
+from offline_diffusion.launch.memory_kills import CAUSE, MemoryKills
 from offline_diffusion.launch.outcome import (
     IsFinished,
     LastWords,
@@ -44,6 +46,9 @@ POLL_S = 0.25
 
 PATIENCE_S = 30.0
 """How long a worker that is of no use any more may take to end before it is killed: it may be frozen."""
+
+MAX_LOOK_GAP_S = 10.0
+"""After a longer gap between two looks nothing counts: this process was stopped itself, and so were they."""
 
 SILENCE_S = 5.0
 """Without a word for so long, a worker may be frozen."""
@@ -118,13 +123,13 @@ class Worker(Record):
     progress: Progress = field(default_factory=lambda: Progress(phase="loading"))
     life: int = 0
     heard_at: float = 0.0
-    was_frozen: bool = False
+    was_killed: bool = False
     has_ended_well: bool = False
 
     def start(self, command: Command, seconds_left: float | None) -> None:
         """Starts a life of it, which must end in time where there is a limit."""
         self.life += 1
-        self.has_ended_well = False
+        self.has_ended_well = self.was_killed = False
         self.heard_at = time.monotonic()
         self.process = subprocess.Popen(
             command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
@@ -148,10 +153,10 @@ class Worker(Record):
                     self.events.put((self, life, json.loads(line)))
         self.events.put((self, life, None))
 
-    def last_words(self) -> LastWords:
-        """What its last life left, once it has died."""
+    def last_words(self, cause: str) -> LastWords:
+        """What its last life left, once it has died; ``cause`` as of `outcome.last_words`."""
         assert self.process is not None
-        words = last_words(self.config.folder, socket.gethostname(), self.process.pid)
+        words = last_words(self.config.folder, socket.gethostname(), self.process.pid, cause)
         has_told = self.progress.num_done > self.progress.num_resumed
         return words._replace(has_drawn=words.has_drawn or has_told)
 
@@ -179,6 +184,7 @@ class Supervisor:
         started: When the job began, on the monotonic clock; its time limit counts from there.
         is_finished: Whether every shard is published.
         command: Starts a worker; replaced in tests.
+        memory_kills: Tells a want of memory from other reasons for a SIGKILL.
     """
 
     def __init__(
@@ -191,9 +197,10 @@ class Supervisor:
         started: float,
         is_finished: IsFinished,
         command: Command = worker_command,
+        memory_kills: MemoryKills | None = None,
     ) -> None:
         self._observer, self._say, self._stop, self._command = observer, say, stop, command
-        self._is_finished = is_finished
+        self._is_finished, self._memory_kills = is_finished, memory_kills or MemoryKills()
         self._events: queue.Queue[tuple[Worker, int, Event | None]] = queue.Queue()
         self.workers = [
             Worker(name=f"worker {number} on {config.device}", config=config, events=self._events)
@@ -201,7 +208,7 @@ class Supervisor:
         ]
         self._alive: set[Worker] = set()
         self._num_stops_told = 0
-        self._next_look = 0.0
+        self._looked_at = 0.0
         self._useless_since: float | None = None
         limit = configs[0].time_limit
         self._deadline = None if limit is None else started + limit
@@ -235,7 +242,7 @@ class Supervisor:
             self._start(worker)
         while self._alive:
             self._pass_stops_on()
-            self._end_the_frozen(time.monotonic())
+            self._end_the_useless(time.monotonic())
             try:
                 worker, life, event = self._events.get(timeout=POLL_S)
             except queue.Empty:
@@ -256,26 +263,33 @@ class Supervisor:
             for worker in self._alive:
                 worker.tell(self._stop.why)
 
-    def _end_the_frozen(self, now: float) -> None:
+    def _end_the_useless(self, now: float) -> None:
         """Kills, after a while, who does not end though it can do nothing of use any more."""
-        if now < self._next_look:
+        gap = now - self._looked_at
+        if gap < PATIENCE_S / 10:
             return
-        self._next_look = now + PATIENCE_S / 10
+        self._looked_at = now
         if not self._all_are_useless(now):
             self._useless_since = None
             return
-        if self._useless_since is None:
+        if self._useless_since is None or gap > MAX_LOOK_GAP_S:
             self._useless_since = now
         if now - self._useless_since < PATIENCE_S:
             return
         for worker in self._alive:
-            if worker.process is not None and not worker.was_frozen:
+            if worker.process is not None and not worker.was_killed:
                 self._say(f"{worker.name} does not end: killed")
-                worker.was_frozen = True
+                worker.was_killed = True
                 worker.process.kill()
 
     def _all_are_useless(self, now: float) -> bool:
+        """Asked twice to stop, or frozen, or silent when all is done.
+
+        While one of them is at work it takes over what a frozen one holds.
+        """
         if self._stop.requests > 1:
+            return True
+        if all(worker.process is not None and is_stopped(worker.process.pid) for worker in self._alive):
             return True
         are_silent = all(now - worker.heard_at > SILENCE_S for worker in self._alive)
         return are_silent and self._is_finished()
@@ -298,13 +312,16 @@ class Supervisor:
     def _on_end(self, worker: Worker) -> None:
         self._alive.discard(worker)
         how = worker.end_of()
-        if worker.has_ended_well or worker.was_frozen:
+        if worker.has_ended_well or (worker.was_killed and (self._stop.requests or self._is_finished())):
             return
+        cause = ""
+        if how == "SIGKILL" and not worker.was_killed and self._memory_kills.explain_one():
+            how, cause = "SIGKILL for want of memory", CAUSE
         if worker.error is not None:
             self._on_error(worker.name, worker.error)
         elif self._stop.requests:
             self._say(f"{worker.name} died of {how}")
-        elif worker.may_live_again(worker.last_words()):
+        elif worker.may_live_again(worker.last_words(cause)):
             self._say(f"{worker.name} died of {how}: started again")
             worker.progress = Progress(phase="loading")
             self._start(worker)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from offline_diffusion.config import JobConfig
-from offline_diffusion.data.deaths import record_death
+from offline_diffusion.data.deaths import give_cause, record_death
 from offline_diffusion.data.files import read_json
 from offline_diffusion.data.layout import DEATHS, FLIGHTS
 from offline_diffusion.data.quick_check import find_broken
@@ -59,8 +59,14 @@ class LastWords(NamedTuple):
     has_convicted: bool
 
 
-def last_words(out: Path, host: str, pid: int) -> LastWords:
-    """What a dead process left in the output folder, written before each image, so nothing is missing."""
+def last_words(out: Path, host: str, pid: int, cause: str = "") -> LastWords:
+    """What a dead process left in the output folder, written before each image, so nothing is missing.
+
+    Args:
+        out: The output folder.
+        host, pid: Of the process.
+        cause: Of its death, where that is known to be a crash though it left no trace.
+    """
     start = re.sub(r"[^\w.-]", "_", f"{host}:{pid}:")
     has_drawn = False
     for log in (out / FLIGHTS).glob(f"{start}*.log"):
@@ -72,7 +78,10 @@ def last_words(out: Path, host: str, pid: int) -> LastWords:
             OSError, JobError
         ):  # of a disk that is full; whoever comes later tries again
             record_death(out, log.stem)
-    return LastWords(has_drawn, any(map(_is_conviction, (out / DEATHS).glob(f"{start}*.json"))))
+    records = list((out / DEATHS).glob(f"{start}*.json"))
+    for record in records if cause else ():
+        give_cause(out, record, cause)
+    return LastWords(has_drawn, any(map(_is_conviction, records)))
 
 
 def _is_conviction(path: Path) -> bool:

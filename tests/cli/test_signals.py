@@ -11,14 +11,48 @@ from offline_diffusion.cli.signals import STOP_SIGNALS, stop_on_signals
 from offline_diffusion.progress import StopFlag
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
-def test_each_stop_signal_is_a_request(number: signal.Signals) -> None:
-    stop = StopFlag()
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("number", "echo_s"),
+    [(signal.SIGTERM, 1.9), (signal.SIGINT, 0.15), (signal.SIGUSR1, 1.9), (signal.SIGUSR2, 1.9)],
+)
+def test_each_stop_signal_is_a_request_but_for_its_echo(number: signal.Signals, echo_s: float) -> None:
+    """Catches a second delivery of the same signal that ends a job without a checkpoint."""
+    clock = Clock()
+    stop = StopFlag(clock=clock)
     with stop_on_signals(stop):
         os.kill(os.getpid(), number)
         assert (stop.requests, stop.why) == (1, number.name)
+        clock.now += echo_s
+        os.kill(os.getpid(), number)
+        assert stop.requests == 1
+        clock.now += 0.15
         os.kill(os.getpid(), number)
         assert stop.requests == 2
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, None])
+def test_a_signal_that_says_what_was_just_asked_for_does_not_count(first: signal.Signals | None) -> None:
+    """Slurm's own SIGTERM comes with the time limit's request, or with a signal that a script sends on."""
+    clock = Clock()
+    stop = StopFlag(clock=clock)
+    with stop_on_signals(stop):
+        if first is None:
+            stop.request("time limit")
+        else:
+            os.kill(os.getpid(), first)
+        clock.now += 1.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requests == 1
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requests == 2, "a person does not wait two seconds"
 
 
 def test_sigcont_is_ignored_and_handlers_are_put_back() -> None:
@@ -32,8 +66,12 @@ def test_sigcont_is_ignored_and_handlers_are_put_back() -> None:
 
 
 def test_a_third_interrupt_ends_a_job_that_hangs() -> None:
-    with stop_on_signals(StopFlag()):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+    clock = Clock()
+    with stop_on_signals(StopFlag(clock=clock)):
+        for _ in range(2):
+            clock.now += 0.3
+            for _ in range(2):  # each delivered twice
+                os.kill(os.getpid(), signal.SIGINT)
+        clock.now += 0.3
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)

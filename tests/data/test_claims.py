@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
 import os
 import subprocess
@@ -15,6 +17,8 @@ from pathlib import Path
 import pytest
 from output_fakes import open_ledger
 
+from offline_diffusion.data import claims as claims_module
+from offline_diffusion.data import files
 from offline_diffusion.data.claims import Claim, Claims, Newest, OwnerWatch
 from offline_diffusion.data.heartbeat import (
     MAX_KEPT,
@@ -26,6 +30,7 @@ from offline_diffusion.data.heartbeat import (
 )
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
+from offline_diffusion.errors import JobError
 
 ELSEWHERE = ProcessId(host="far", boot_id="another boot", pid_namespace="pid:[1]", pid=1, started="5")
 
@@ -99,6 +104,32 @@ def test_the_highest_generation_owns_and_only_its_own_release_counts(ledger: Led
     assert (claims.read(shard, 11).worker, claims.read(shard, 11).process) == ("w", this_process())
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_claim_whose_folder_cannot_be_synced_is_held(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Catches a claim of a worker that does not know of it: it would wait for itself and leave the shard."""
+    shard, claims, real = ledger.shards[0], claims_of(ledger, "w"), files.sync_folder
+
+    def sync(folder: Path) -> None:
+        if folder.name == "claims":
+            raise OSError(number, os.strerror(number), str(folder))
+        real(folder)
+
+    monkeypatch.setattr(files, "sync_folder", sync)
+    assert claims.create(shard, 0)
+    assert not claims_of(ledger, "other").create(shard, 0)
+    assert claims.newest() == {0: Newest(0, False)}
+    monkeypatch.setattr(os, "link", functools.partial(_fails_with, number))
+    with pytest.raises(JobError, match="cannot write"):
+        claims.create(ledger.shards[1], 0)
+    assert claims.newest() == {0: Newest(0, False)}
+
+
+def _fails_with(number: int, *_: object) -> None:
+    raise OSError(number, os.strerror(number))
+
+
 # --- who is dead ------------------------------------------------------------------------------
 
 
@@ -165,6 +196,32 @@ def test_an_owner_without_any_sign_is_dead_after_a_while(ledger: Ledger) -> None
         verdicts.append(watch.judge(claim_by("nobody", ledger)))
         clock.now += 4.0
     assert verdicts == ["unsure"] * 8 + ["dead"]
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_owners_are_watched_while_nobody_asks(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
+    """A step takes longer than a gap that spoils a watch. Catches dead owners that are never found dead."""
+    monkeypatch.setattr(claims_module, "MAX_LOOK_GAP_S", 0.3)
+    monkeypatch.setattr(claims_module, "LOOK_INTERVAL_S", 0.02)
+    watch, beat = (
+        OwnerWatch(ledger.out, ledger.job.job_id, stale_s=0.5),
+        Heartbeat(task=0, num_tasks=1, worker="w"),
+    )
+    write_heartbeat(ledger.out, beat)
+    assert watch.judge(claim_by("w", ledger)) == "unsure"
+    with watch.watching():
+        for _ in range(10):
+            time.sleep(0.1)
+            if is_alive:
+                write_heartbeat(ledger.out, beat)
+        assert watch.judge(claim_by("w", ledger)) == ("alive" if is_alive else "dead")
+        reads = list[Path]()
+        monkeypatch.setattr(claims_module, "read_heartbeat", reads.append)
+        time.sleep(0.2)
+        assert bool(reads) is not is_alive, "who is alive is not watched until somebody asks again"
+    assert "offdiff-watch" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("state", ["stopped", "done"])

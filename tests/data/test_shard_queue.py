@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from output_fakes import make_rows, open_ledger, run_job
 from offline_diffusion.data.claims import Claims, OwnerWatch
 from offline_diffusion.data.deaths import Flight, FlightLog, suspicions_of
 from offline_diffusion.data.heartbeat import Heartbeat, write_heartbeat
-from offline_diffusion.data.layout import STEPS
+from offline_diffusion.data.layout import STEPS, StagedFolder
 from offline_diffusion.data.ledger import Ledger
+from offline_diffusion.data.process import ProcessId, this_process
 from offline_diffusion.data.shard_queue import ShardQueue
 
 NUM_SHARDS = 6
 COSTS = [1.0, 5.0, 2.0, 9.0, 5.0, 3.0]
 ROWS = make_rows(2 * NUM_SHARDS)
+DEAD = replace(this_process(), pid=2**22)
 
 
 class Clock:
@@ -278,6 +281,54 @@ def test_only_who_did_not_say_goodbye_has_died(ledger: Ledger, state: str, num_d
     assert sum(suspicion.num_deaths for suspicion in found.values()) == num_deaths
 
 
+def test_who_works_for_another_job_has_not_died(ledger: Ledger) -> None:
+    """The folder was given to another manifest while it worked; catches a live worker's log that goes."""
+    other = Claims(ledger.out, worker="a", task=0, job_id="of the manifest before")
+    assert other.create(ledger.shards[0], 0)
+    beat(ledger, "a")
+    log = FlightLog(ledger.out, "a")
+    log.begin(Flight(row=0, image_index=0, row_hash="abc", number=0, step=0))
+    assert take_all(queue_of(ledger, "b", [0]), limit=1) == [(0, 1)]
+    assert suspicions_of(ledger.out, {0: "abc"}, number=0) == {}
+    log.end((0, 0))
+    assert list((ledger.state / "flights").iterdir()), "it goes on writing to it"
+
+
+@pytest.mark.parametrize(
+    ("process", "state", "goes"),
+    [(DEAD, "running", True), (ProcessId(), "stopped", True), (ProcessId(), "running", False)],
+)
+def test_what_the_dead_staged_goes(ledger: Ledger, process: ProcessId, state: str, goes: bool) -> None:
+    """A retry that was killed before its commit. One that is silent may be frozen, and commit later."""
+    run_job(ledger, ROWS, failing={(0, 0): "nan"})
+    claims = Claims(ledger.out, worker="a", task=0, job_id=ledger.job.job_id)
+    claims._process = process
+    assert claims.create(ledger.shards[0], 3)
+    beat(ledger, "a", state)
+    staged = ledger.publications.stage(ledger.shards[0], 1, "000003-0123abcd")
+    assert staged.generation == 3
+    (staged.path / "images.shard-00000.parquet").write_bytes(b"half")
+    for _ in range(2):
+        queue_of(ledger, "b", list(range(NUM_SHARDS))).clear_leftovers(ledger.markers())
+    assert staged.path.exists() is not goes
+
+
+def test_what_was_committed_by_the_dead_stays(ledger: Ledger) -> None:
+    """It died between the commit and the move, after the publications were listed."""
+    run_job(ledger, ROWS, failing={(0, 0): "nan"})
+    publications = ledger.publications
+    staged = publications.stage(ledger.shards[0], 1, "000003-0123abcd")
+
+    def dies_after_its_commit(_: StagedFolder) -> bool:
+        marker = publications.marker("shard-00000", 0)
+        assert marker is not None
+        assert publications.commit(staged, replace(marker, staged=staged.path.name))
+        return True
+
+    publications.drop_of_the_dead(dies_after_its_commit)
+    assert staged.path.exists()
+
+
 def test_clearing_up_lists_each_folder_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many shards: a listing of a large folder on a network file system takes seconds."""
     take_all(queue_of(ledger, "a", []))
@@ -293,6 +344,16 @@ def test_clearing_up_lists_each_folder_once(ledger: Ledger, monkeypatch: pytest.
         monkeypatch.setattr(os, name, lambda path, real=real: (listed.append(Path(path).name), real(path))[1])
     queue.clear_leftovers(markers)
     monkeypatch.undo()
-    assert sorted(listed) == ["claims", "claims", "partial", "shards", "staged", "steps", "tmp"]
+    assert sorted(listed) == [
+        "claims",
+        "claims",
+        "partial",
+        "shards",
+        "shards",
+        "staged",
+        "staged",
+        "steps",
+        "tmp",
+    ]
     for folder in (ledger.state / "claims", ledger.partials, ledger.out / STEPS):
         assert os.listdir(folder) == []

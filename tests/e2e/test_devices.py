@@ -52,6 +52,20 @@ def test_a_killed_worker_is_started_again_and_costs_nothing(tmp_path: Path) -> N
     check_same(out, manifest, tmp_path / "whole", 150)
 
 
+def test_a_frozen_worker_costs_time_but_nothing_else(tmp_path: Path) -> None:
+    """It holds shards: the other one takes them over after 30 s, and it is killed 30 s later."""
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(48)), tmp_path / "out"
+    process = Process("run", manifest, "--out", out, *FLAGS, "--num-inference-steps=100")
+    assert process.wait_until(lambda: len(busy_workers(out)) == 2), process.stderr
+    frozen = next(iter(busy_workers(out)))
+    os.kill(frozen, signal.SIGSTOP)
+    assert process.wait() == 0, process.stderr
+    assert process.stderr.count("does not end: killed") == 1
+    assert "done: 48 of 48 images" in process.stderr
+    assert not Path(f"/proc/{frozen}").exists()
+    check_same(out, manifest, tmp_path / "whole", 100)
+
+
 def test_workers_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(24)), tmp_path / "out"
     process = Process("run", manifest, "--out", out, *FLAGS, "--num-inference-steps=400")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,15 @@ else:
 """
 
 
-def run_supervised(tmp_path: Path, manifest: Path, out: Path, devices: str) -> tuple[int, str]:
+def run_supervised(
+    tmp_path: Path, manifest: Path, out: Path, devices: str, group: Path | None = None
+) -> tuple[int, str]:
     """With workers of ``--devices`` that die of deadly prompts; exit code and standard error."""
     script = tmp_path / "deadly.py"
     script.write_text(SUPERVISED)
     command = [sys.executable, str(script), "run", str(manifest), "--out", str(out), *FLAGS]
+    if group is not None:
+        command = ["sh", "-c", f'echo $$ > {group} && exec "$@"', "sh", *command]
     result = subprocess.run(
         [*command, f"--devices={devices}"], capture_output=True, text=True, check=False, timeout=200
     )
@@ -94,6 +99,36 @@ def test_one_command_with_devices_gets_through(tmp_path: Path) -> None:
     assert [row["row"] for row in read_table(out, "failures")] == [3]
     assert len(pixels_by_key(out)) == 15
     assert "done: 15 of 16 images" in stderr
+
+
+LIMITED = Path("/sys/fs/cgroup/memory/offdiff-test")
+MIN_LIMIT = 3 * 2**30
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A control group that may use little memory; who shall be in it writes its pid into the file."""
+    try:
+        LIMITED.mkdir()
+        (LIMITED / "memory.limit_in_bytes").write_text(str(MIN_LIMIT))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield LIMITED / "cgroup.procs"
+    LIMITED.rmdir()
+
+
+def test_a_row_that_needs_more_memory_than_there_is_is_set_aside(tmp_path: Path, small_memory: Path) -> None:
+    """Killed by the system, twice, and by nobody else."""
+    rows = make_rows(12)
+    rows[3]["prompt"] = "MEMORY"
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
+    code, stderr = run_supervised(tmp_path, manifest, out, "cpu", group=small_memory)
+    assert code == 3, stderr
+    assert stderr.count("died of SIGKILL for want of memory: started again") == 2
+    (failure,) = read_table(out, "failures")
+    assert (failure["row"], failure["error_type"]) == (3, "crash")
+    assert "killed by the system for want of memory" in failure["reason"]
+    assert len(pixels_by_key(out)) == 11
 
 
 def test_one_worker_gets_through_a_pack_of_poison(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_each_signal_in_turn_then_to_the_end(tmp_path: Path) -> None:
 def test_one_signal_or_two_stop_within_seconds(tmp_path: Path) -> None:
     manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(6)), tmp_path / "out"
     endless = ("--height=48", "--width=48", "--num-inference-steps=10000")
-    for signals in ([signal.SIGTERM], [signal.SIGTERM, signal.SIGUSR1]):
+    for signals in ([signal.SIGTERM], [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]):
         process = Process("run", manifest, "--out", out, *endless)
         assert process.wait_for_line("running:")
         started = time.monotonic()
@@ -60,6 +60,8 @@ def test_one_signal_or_two_stop_within_seconds(tmp_path: Path) -> None:
             process.send(number)
         assert process.wait() == 75, process.stderr
         assert time.monotonic() - started < 10
+        assert "saving 6 unfinished images" in process.stderr, "delivered twice is not asked twice"
+        assert "without saving unfinished images" not in process.stderr
         assert "interrupted: 0 of 6 images" in process.stderr
 
 

@@ -17,6 +17,7 @@ from offline_diffusion.config import JobConfig, make_job_config
 from offline_diffusion.errors import JobError, JobInterrupted, TooManyFailuresError, UsageError
 from offline_diffusion.launch import local
 from offline_diffusion.launch.local import Supervisor, joined, run_on_devices
+from offline_diffusion.launch.memory_kills import MemoryKills
 from offline_diffusion.launch.outcome import MAX_CONVICTED, MAX_RESTARTS, folder_is_finished
 from offline_diffusion.progress import Progress, StopFlag
 
@@ -54,6 +55,7 @@ class Bench:
         self.seen: list[Progress] = []
         self.stop = StopFlag()
         self.is_finished = False
+        self.num_memory_kills = [0]
         self.started = time.monotonic()
 
     def run(
@@ -71,6 +73,7 @@ class Bench:
             started=self.started,
             is_finished=lambda: self.is_finished,
             command=lambda: [sys.executable, "-c", SCRIPT, str(script)],
+            memory_kills=MemoryKills(lambda: self.num_memory_kills[-1]),
         )
         self.supervisor = supervisor
         return supervisor.run()
@@ -220,12 +223,44 @@ def test_a_device_that_crashes_over_every_image_is_given_up(bench: Bench) -> Non
     assert bench.num_lives() == 1 + MAX_CONVICTED
 
 
+@pytest.mark.parametrize("has_grown", [True, False])
+def test_a_kill_for_want_of_memory_is_a_crash(bench: Bench, has_grown: bool) -> None:
+    """And any other SIGKILL is none: it would be a preemption."""
+    behaviour = """
+if life == 1:
+    progress()
+    time.sleep(0.3)
+    os.abort = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    die_over(7, cause="")
+end()
+"""
+    bench.seen = _OnFirst(lambda: bench.num_memory_kills.append(int(has_grown)))
+    assert bench.run(behaviour) == [{"interrupted": False}]
+    (record,) = (json.loads(path.read_bytes()) for path in (bench.folder / "_state" / "deaths").iterdir())
+    assert record["crash"] == ("killed by the system for want of memory" if has_grown else "")
+    assert bench.said[-1].endswith("died of SIGKILL" + " for want of memory" * has_grown + ": started again")
+    assert bench.supervisor.workers[0].num_convicted == has_grown
+
+
+class _OnFirst(list[Any]):
+    """Calls something at the first append."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        if len(self) == 1:
+            self._call()
+
+
 def test_crashes_in_company_are_deaths_like_others(bench: Bench) -> None:
     with pytest.raises(JobError, match="given up"):
         bench.run("die_over(1, 2)")
     assert bench.num_lives() == 1 + MAX_RESTARTS
 
 
+FREEZING = ["cuda:0", "cuda:1"]
 FREEZE = """
 if options["device"] == "cuda:0":
     progress()
@@ -250,6 +285,65 @@ def test_a_frozen_worker_is_killed_after_a_second_stop(bench: Bench, monkeypatch
     found = bench.run(FREEZE.replace("STOPPED", "True"), devices=["cuda:0", "cuda:1"])
     assert found == [{"interrupted": True}]
     assert bench.num_lives("cuda:0") == 1
+
+
+def test_a_frozen_worker_that_holds_the_last_shards_is_started_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others had left them to it. Catches a supervisor that waits for it without end."""
+    monkeypatch.setattr(local, "PATIENCE_S", 0.2)
+    found = bench.run(
+        FREEZE.replace('"cuda:0"', '"cuda:0" and life == 1').replace("STOPPED", "False"), FREEZING
+    )
+    assert found == [{"interrupted": False}] * 2
+    assert bench.num_lives("cuda:0") == 2
+
+
+def test_one_stop_is_enough_to_end_a_job_with_a_frozen_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "PATIENCE_S", 0.2)
+    bench.stop.request("SIGTERM")
+    assert bench.run(FREEZE.replace("STOPPED", "True"), FREEZING) == [{"interrupted": True}]
+    assert bench.num_lives("cuda:0") == 1
+
+
+def test_a_frozen_worker_is_left_alone_while_another_one_works(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one takes over what it holds; and it may thaw."""
+    monkeypatch.setattr(local, "PATIENCE_S", 0.1)
+    behaviour = """
+if options["device"] == "cuda:0":
+    os.kill(os.getpid(), signal.SIGSTOP)
+else:
+    import re
+    time.sleep(1.0)
+    # Wakes the other one: its pid is in no file, so it is looked for among the children of our parent.
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        pid, state, parent = re.fullmatch(r"(\\d+) .*\\) (\\w) (\\d+) .*", status.read_text(), re.S).groups()
+        if int(parent) == os.getppid() and state == "T":
+            os.kill(int(pid), signal.SIGCONT)
+end(life=life)
+"""
+    assert bench.run(behaviour, FREEZING) == [{"life": 1, "interrupted": False}] * 2
+
+
+def test_who_was_frozen_with_its_workers_kills_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-Z freezes the whole group: time has passed when it wakes, the others wake a little later."""
+    monkeypatch.setattr(local, "is_stopped", lambda pid: True)
+    bench.run("time.sleep(0.1); end()")
+    supervisor, killed = bench.supervisor, []
+    worker = supervisor.workers[0]
+    assert worker.process is not None
+    monkeypatch.setattr(worker.process, "kill", lambda: killed.append(worker))
+    supervisor._alive.add(worker)
+    for now in (1e6, 1e6 + 5.0, 1e6 + 3_600.0, 1e6 + 3_605.0):
+        supervisor._end_the_useless(now)
+    assert not killed
+    for seconds in range(5, 40, 5):
+        supervisor._end_the_useless(1e6 + 3_605.0 + seconds)
+    assert killed == [worker]
 
 
 def test_a_silent_worker_is_left_alone_while_there_is_work(
