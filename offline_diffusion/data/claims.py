@@ -85,22 +85,25 @@ class Claims:
     ) -> None:
         self.worker, self.task, self.job_id = worker, task, job_id
         self._files = files or FolderFiles(out)
-        self._known: dict[str, Claim] = {}  # claims never change
+        self._known: dict[str, Claim] = {}  # by name; claims never change while they are there
         self._process = this_process()
 
     def newest(self) -> dict[int, Newest]:
         """The owner of every shard that has one, by shard: one directory listing."""
-        return _newest(self._files.names(CLAIMS))
+        names = set(self._files.names(CLAIMS))
+        self._known = {name: claim for name, claim in self._known.items() if name in names}
+        return _newest(names)
 
     def read(self, shard: Shard, generation: int) -> Claim:
         """A claim; where it is damaged or gone, one of a worker that never gives a sign."""
         path = self._path(shard, generation)
-        if path in self._known:
-            return self._known[path]
+        name = Path(path).name
+        if name in self._known:
+            return self._known[name]
         try:
             values = self._files.read(path)
-            self._known[path] = Claim(process=ProcessId(**values.pop("process")), **values)
-            return self._known[path]
+            self._known[name] = Claim(process=ProcessId(**values.pop("process")), **values)
+            return self._known[name]
         except (OSError, KeyError, TypeError, JobError):
             return Claim(
                 shard=shard.index,
