@@ -10,9 +10,9 @@ from offline_diffusion.data.disk_full import Patience
 from offline_diffusion.data.files import disk_errors
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
+from offline_diffusion.data.remotes import open_storage
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
-from offline_diffusion.data.storage import Storage
 from offline_diffusion.data.work import ShardCosts, WorkMeter
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.feed import row_defaults
@@ -29,7 +29,7 @@ def ledger_of(config: JobConfig, *, say: Say = lambda _: None, stop: StopFlag | 
     if isinstance(config.out, Path):
         return Ledger(config.out)
     stop = stop or StopFlag()
-    return Ledger(config.folder, Storage(config.out, say=say, stopped=lambda: stop.requests > 0))
+    return Ledger(config.folder, open_storage(config.out, say=say, stopped=lambda: stop.requests > 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,8 @@ class Preparation:
                 index.save(index_folder)
 
         self.patience.do(take_folder)
-        if ledger.remote is not None and config.num_tasks > 1 and not ledger.remote.is_exclusive():
-            self.say(
-                f"warning: {config.out} lets two processes create the same file: give it one task at a time"
-            )
+        if ledger.remote is not None and config.num_tasks > 1 and (danger := ledger.remote.danger_of_tasks()):
+            self.say(f"warning: {config.out} {danger}")
         return Prepared(manifest, checkpoint, ledger, index)
 
     def _index(self, manifest: Manifest, folder: Path, checkpoint: Checkpoint) -> ManifestIndex:

@@ -1,19 +1,22 @@
-"""Object storage as an output needs it: small files whole, tables up and down, one winner for a name.
+"""Outputs elsewhere: what is asked of every such place, and object storage.
 
-Anything that fsspec has a file system for (``s3://``, ``gs://``, …). Credentials come from where that file
-system takes them by itself, the environment; none goes through our hands.
+Object storage is anything that fsspec has a file system for (``s3://``, ``gs://``, …): small files whole,
+tables up and down, one winner for a name. Credentials come from where that file system takes them by
+itself, the environment; none goes through our hands.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
+import math
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import fsspec
 
@@ -41,8 +44,8 @@ _CREDENTIALS_HINT = (
 T = TypeVar("T")
 
 
-class Storage:
-    """A folder on object storage. Paths are relative to it; any thread may use it.
+class RemoteFolder(abc.ABC):
+    """A folder that is not on a file system. Paths are relative to it; any thread may use it.
 
     Every request that fails for a reason that may pass is made again, with growing pauses.
 
@@ -53,8 +56,10 @@ class Storage:
         give_up_after_s: Seconds after which waiting ends.
 
     Raises:
-        ConfigError: There is no file system for such URLs here.
+        ConfigError: There can be no such folder.
     """
+
+    list_interval_s: ClassVar[float] = LIST_INTERVAL_S
 
     def __init__(
         self,
@@ -67,29 +72,121 @@ class Storage:
         self.url = url.rstrip("/")
         self._say, self._stopped, self._give_up_after_s = say, stopped, give_up_after_s
         self._has_given_up = threading.Event()
-        self._fs, self._root = _file_system(self.url)
 
     def __str__(self) -> str:
         return self.url
 
+    @abc.abstractmethod
     def names(self, folder: str) -> dict[str, int]:
         """The files directly in a folder, each with its size in bytes; empty when there is none."""
-        return {name: entry["size"] or 0 for name, entry in self._list(folder) if entry["type"] == "file"}
 
+    @abc.abstractmethod
     def folders(self, folder: str) -> list[str]:
         """The folders directly in a folder."""
-        return sorted(name for name, entry in self._list(folder) if entry["type"] == "directory")
 
+    @abc.abstractmethod
     def read(self, path: str) -> bytes:
         """A small file.
 
         Raises:
             FileNotFoundError: There is none.
         """
+
+    @abc.abstractmethod
+    def read_all(self, paths: Sequence[str]) -> dict[str, bytes]:
+        """Many small files, some at once; those that are gone are left out."""
+
+    @abc.abstractmethod
+    def create(self, path: str, content: bytes) -> bool:
+        """Writes a small file unless it is there; of several callers one wins.
+
+        Args:
+            path: Its place.
+            content: Unlike what anybody else would write there: by it a try whose answer was lost is told.
+
+        Returns:
+            Whether this call won.
+        """
+
+    @abc.abstractmethod
+    def replace(self, path: str, content: bytes) -> None:
+        """Writes a small file, whatever was there."""
+
+    @abc.abstractmethod
+    def download(self, path: str, target: Path) -> None:
+        """Reads a file into a local one.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+
+    def _do(self, path: str, request: Callable[[], T]) -> T:
+        """Makes a request, again where its failure may pass.
+
+        Raises:
+            JobInterrupted: It failed for too long.
+            JobError: It cannot be made.
+        """
+        began, pause = time.monotonic(), FIRST_PAUSE_S
+        while True:
+            try:
+                answer = request()
+            except (FileNotFoundError, FileExistsError, JobError):
+                raise
+            except Exception as error:  # each file system has errors of its own
+                where = f"{self.url}/{path}".rstrip("/")
+                if self._is_final(error):
+                    raise JobError(f"{where}: {_describe(error)}", hint=self._hint(error)) from error
+                limit = min(self._patience_s(error), STOPPING_S if self._stopped() else math.inf)
+                if time.monotonic() - began > limit or self._has_given_up.is_set():
+                    self._has_given_up.set()
+                    raise JobInterrupted(
+                        f"{where} cannot be reached: {_describe(error)}",
+                        hint="what is finished is kept on this machine: the same command goes on",
+                    ) from error
+                if pause == FIRST_PAUSE_S:
+                    self._say(f"{where}: {_describe(error)}: trying again, for at most {limit:.0f} s")
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(LONGEST_PAUSE_S, 2 * pause)
+            else:
+                self._has_given_up.clear()
+                return answer
+
+    def _is_final(self, error: Exception) -> bool:
+        """Whether trying again is of no use."""
+        is_ours = isinstance(error, NotImplementedError | TypeError | AttributeError | ValueError)
+        return is_ours or _is_access(error)
+
+    def _hint(self, error: Exception) -> str | None:
+        """What to do about a final error."""
+        return _CREDENTIALS_HINT if _is_access(error) else None
+
+    def _patience_s(self, _: Exception) -> float:
+        """Seconds after which waiting for an error to pass ends."""
+        return self._give_up_after_s
+
+
+class Storage(RemoteFolder):
+    """A folder on object storage, see `RemoteFolder`.
+
+    Raises:
+        ConfigError: There is no file system for such URLs here.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._fs, self._root = _file_system(self.url)
+
+    def names(self, folder: str) -> dict[str, int]:
+        return {name: entry["size"] or 0 for name, entry in self._list(folder) if entry["type"] == "file"}
+
+    def folders(self, folder: str) -> list[str]:
+        return sorted(name for name, entry in self._list(folder) if entry["type"] == "directory")
+
+    def read(self, path: str) -> bytes:
         return self._do(path, lambda: bytes(self._fs.cat_file(self._full(path))))
 
     def read_all(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """Many small files, some at once; those that are gone are left out."""
         found: dict[str, bytes] = {}
         for start in range(0, len(paths), _BATCH):
             part = paths[start : start + _BATCH]
@@ -102,16 +199,6 @@ class Storage:
         return found
 
     def create(self, path: str, content: bytes) -> bool:
-        """Writes a small file unless it is there; of several callers one wins.
-
-        Args:
-            path: Its place.
-            content: Unlike what anybody else would write there: by it a try whose answer was lost is told.
-
-        Returns:
-            Whether this call won.
-        """
-
         def attempt() -> bool:
             try:
                 self._fs.pipe_file(self._full(path), content, mode="create")
@@ -135,7 +222,6 @@ class Storage:
         return False
 
     def replace(self, path: str, content: bytes) -> None:
-        """Writes a small file, whatever was there."""
         self._do(path, lambda: self._fs.pipe_file(self._full(path), content))
 
     def try_replace(self, path: str, content: bytes) -> None:
@@ -158,11 +244,6 @@ class Storage:
         self._do(path, lambda: self._fs.put_file(str(source), self._full(path)))
 
     def download(self, path: str, target: Path) -> None:
-        """Reads a file into a local one.
-
-        Raises:
-            FileNotFoundError: There is none.
-        """
         self._do(path, lambda: self._fs.get_file(self._full(path), str(target)))
 
     def copy(self, source: str, target: str) -> None:
@@ -191,40 +272,6 @@ class Storage:
         # Some stores keep an empty object that stands for the folder itself.
         return [(name, entry) for name, entry in named if entry["name"].rstrip("/") != full]
 
-    def _do(self, path: str, request: Callable[[], T]) -> T:
-        """Makes a request, again where its failure may pass.
-
-        Raises:
-            JobInterrupted: It failed for too long.
-            JobError: It cannot be made.
-        """
-        began, pause = time.monotonic(), FIRST_PAUSE_S
-        while True:
-            try:
-                answer = request()
-            except (FileNotFoundError, FileExistsError, JobError):
-                raise
-            except Exception as error:  # each file system has errors of its own
-                where = f"{self.url}/{path}".rstrip("/")
-                if _is_final(error):
-                    raise JobError(
-                        f"{where}: {_describe(error)}", hint=_CREDENTIALS_HINT if _is_access(error) else None
-                    ) from error
-                limit = min(self._give_up_after_s, STOPPING_S) if self._stopped() else self._give_up_after_s
-                if time.monotonic() - began > limit or self._has_given_up.is_set():
-                    self._has_given_up.set()
-                    raise JobInterrupted(
-                        f"{where} cannot be reached: {_describe(error)}",
-                        hint="what is finished is kept on this machine: the same command goes on",
-                    ) from error
-                if pause == FIRST_PAUSE_S:
-                    self._say(f"{where}: {_describe(error)}: trying again, for at most {limit:.0f} s")
-                time.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(LONGEST_PAUSE_S, 2 * pause)
-            else:
-                self._has_given_up.clear()
-                return answer
-
 
 def _file_system(url: str) -> tuple[Any, str]:
     protocol = url.split("://", maxsplit=1)[0].lower()
@@ -247,12 +294,6 @@ def _content(answer: bytes | FileNotFoundError) -> bytes:
 
 def _is_access(error: Exception) -> bool:
     return isinstance(error, PermissionError) or "credential" in type(error).__name__.lower()
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether trying again is of no use."""
-    is_ours = isinstance(error, NotImplementedError | TypeError | AttributeError | ValueError)
-    return is_ours or _is_access(error)
 
 
 def _describe(error: Exception) -> str:
