@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,34 @@ def s3(_s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.01)
     _s3_server.reset()
     return _s3_server
+
+
+@pytest.fixture(scope="session")
+def _hub_server() -> Iterator[Any]:
+    pytest.importorskip("werkzeug", reason="comes with the test extra's S3 server")
+    from hub_server import HubServer
+
+    server = HubServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub(_hub_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The Hub with one new dataset repo, as its library sees it here; see ``hub_server``."""
+    from hub_server import TOKEN
+
+    from offline_diffusion.data import hub_storage, storage
+
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", _hub_server.url)
+    files = f"{_hub_server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # a service of its own
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    # Only our own patience: that of the library takes seconds.
+    monkeypatch.setattr("huggingface_hub.utils._http.time", types.SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(hub_storage, "MOVED_PAUSE_S", 0.01)
+    _hub_server.reset()
+    return _hub_server
