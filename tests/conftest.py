@@ -124,6 +124,9 @@ def hub(_hub_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # a service of its own
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    for name, value in {"ENDPOINT": _hub_server.url, "HUB_OFFLINE": "0", "HUB_DISABLE_XET": "1"}.items():
+        monkeypatch.setenv(f"HF_{name}", value)  # for processes that a test starts
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE")
     # Only our own patience: that of the library takes seconds.
     monkeypatch.setattr("huggingface_hub.utils._http.time", types.SimpleNamespace(sleep=lambda _: None))
     monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.01)

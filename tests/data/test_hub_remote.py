@@ -10,7 +10,7 @@ import pytest
 from hub_server import REPO, Fault, HubRequest, HubServer
 from output_fakes import contents, make_identity, make_rows, run_job
 
-from offline_diffusion.data import hub_storage
+from offline_diffusion.data import hub_storage, storage
 from offline_diffusion.data.card import write_card
 from offline_diffusion.data.claims import Claims
 from offline_diffusion.data.ledger import Ledger, open_to_read
@@ -54,8 +54,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_shard_is_one_commit_with_its_marker(hub: HubServer, tmp_path: Path, whole: Path) -> None:
+def test_a_shard_is_one_commit_with_its_marker(
+    hub: HubServer, tmp_path: Path, whole: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run_job(open_job(tmp_path / "work"), ROWS)
+    assert capfd.readouterr().err == "", "the library's progress bars"
     check(hub.download(tmp_path / "copy"), whole)
     shards = [commit for commit in hub.commits if commit.message.startswith("shard")]
     assert [commit.message for commit in shards] == ["shard 0: 3 rows", "shard 1: 3 rows"]
@@ -148,7 +151,8 @@ def test_who_comes_second_has_lost_and_leaves_no_trace(hub: HubServer, tmp_path:
     hub.fault = overtake
     said: list[str] = []
     run_job(ledger, ROWS, say=said.append)
-    assert said == ["shard 0 was published or taken over by another process: left to it"]
+    lost = "was published or taken over by another process: left to it"
+    assert said == [f"shard {shard} {lost}" for shard in range(2)]
     check(hub.download(tmp_path / "copy"), whole)
     shards = [commit.message for commit in hub.commits if commit.message.startswith("shard")]
     assert shards == ["shard 0: 3 rows", "shard 1: 3 rows"]
@@ -191,19 +195,23 @@ def test_requests_that_fail_are_made_again(hub: HubServer, tmp_path: Path, whole
         *("info", "tree", "paths-info", "resolve", "preupload"),
         *("lfs-batch", "lfs-put", "validate-yaml", "commit"),
     }
-    seconds = "7200" if fault == 429 else "300"
+    seconds = "7200" if fault == 429 else "5"
     assert any(f"trying again, for at most {seconds} s" in line for line in said)
     shards = [commit.message for commit in hub.commits if commit.message.startswith("shard")]
     assert shards == ["shard 0: 3 rows", "shard 1: 3 rows"]
 
 
-def test_a_rate_limit_is_waited_for_longer_than_an_outage(hub: HubServer, tmp_path: Path) -> None:
-    """Both last for ever; patience with an outage is at its end at once, that with a limit is not."""
+def test_a_rate_limit_is_waited_for_longer_than_an_outage(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any patience with outages, the limit is waited for, and the outage after it is the end."""
+    monkeypatch.setattr(storage, "LONGEST_PAUSE_S", 0.02)
+    hub.fault = lambda _: 429 if len(hub.requests) <= 20 else 503
     said: list[str] = []
-    hub.fault = lambda request: 503 if request.kind == "info" and len(hub.requests) > 20 else 429
     with pytest.raises(JobInterrupted, match="503"):
         open_job(tmp_path, say=said.append, give_up_after_s=0.0)
-    assert len(hub.requests) > 20
+    assert len(hub.requests) == 21
+    assert len(said) == 1
     assert "429" in said[0]
 
 
@@ -253,7 +261,7 @@ def test_what_is_refused_is_told_at_once_with_what_to_do(
     monkeypatch.setenv("HF_TOKEN", token)
     hub.fault = lambda request: fault if request.kind == "commit" or fault == 401 else None
     with pytest.raises(JobError, match=f"{url}.*: .*{message}") as caught:
-        open_job(tmp_path) if url == URL else open_job(tmp_path, url)
+        open_job(tmp_path, url)
     assert hint in (caught.value.hint or "")
     assert not hub.commits
     assert len(hub.requests) < 8, "at once"
