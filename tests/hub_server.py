@@ -64,12 +64,14 @@ class HubError(Exception):
 class HubServer:
     """Serves the repo on a free port.
 
-    ``fault`` decides on each request, ``requests`` has them all.
+    ``fault`` decides on each request, ``requests`` has them all; ``ignored`` are file names in the repo's
+    ``.gitignore``.
     """
 
     def __init__(self) -> None:
         self.requests: list[HubRequest] = []
         self.fault: Callable[[HubRequest], Fault | None] = lambda _: None
+        self.ignored: frozenset[str] = frozenset()
         self._state, self._lock = _State(), threading.Lock()
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -78,7 +80,7 @@ class HubServer:
 
     def reset(self) -> None:
         """As after ``hf repos create``, no faults."""
-        self.fault, self._state = lambda _: None, _State()
+        self.fault, self.ignored, self._state = lambda _: None, frozenset(), _State()
         self.requests.clear()
 
     @property
@@ -224,7 +226,8 @@ class HubServer:
         def mode(path: str) -> dict[str, Any]:
             oid = _oid(path, files[path]) if path in files else None
             upload_mode = "lfs" if _is_lfs(path) else "regular"
-            return {"path": path, "uploadMode": upload_mode, "shouldIgnore": False, "oid": oid}
+            is_ignored = path.rpartition("/")[2] in self.ignored
+            return {"path": path, "uploadMode": upload_mode, "shouldIgnore": is_ignored, "oid": oid}
 
         return {"files": [mode(file["path"]) for file in asked["files"]]}
 

@@ -49,8 +49,7 @@ def write_card(ledger: Ledger) -> bool:
 
 def _write_card_there(storage: RemoteFolder, content: bytes) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        there = storage.read(CARD_FILE)
-        if there == content or _OURS not in there:
+        if _OURS not in storage.read(CARD_FILE):
             return False
     storage.replace(CARD_FILE, content)
     return True

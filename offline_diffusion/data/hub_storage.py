@@ -36,7 +36,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars, hf_raise_for_status
 
 from offline_diffusion.data.storage import RemoteFolder
-from offline_diffusion.errors import ConfigError, JobInterrupted
+from offline_diffusion.errors import ConfigError, JobError, JobInterrupted
 
 RATE_LIMIT_S = 2 * 3600.0
 """So long is waited for a rate limit to pass. Those on requests take minutes, those on commits an hour."""
@@ -113,7 +113,7 @@ class HubStorage(RemoteFolder):
         return self.publish({}, surplus=(), marker=(path, content), message=f"new {path}")
 
     def replace(self, path: str, content: bytes) -> None:
-        self._commit({path: content}, (), message=f"new {path}", marker=None)
+        self._commit(path, {path: content}, (), message=f"new {path}", must_be_new=False)
 
     def publish(
         self, files: Mapping[str, Path], *, surplus: Collection[str], marker: tuple[str, bytes], message: str
@@ -132,9 +132,10 @@ class HubStorage(RemoteFolder):
         Raises:
             FileNotFoundError: One of ``files`` is gone from here.
             JobInterrupted: The Hub cannot be reached for too long.
-            JobError: It refuses.
+            JobError: It refuses, or is to ignore one of the files.
         """
-        return self._commit(dict([*files.items(), marker]), surplus, message=message, marker=marker[0])
+        contents = {**files, marker[0]: marker[1]}
+        return self._commit(marker[0], contents, surplus, message=message, must_be_new=True)
 
     def download(self, path: str, target: Path) -> None:
         def attempt() -> None:
@@ -185,17 +186,24 @@ class HubStorage(RemoteFolder):
     # --- commits -----------------------------------------------------------------------------------
 
     def _commit(
-        self, files: Mapping[str, Content], surplus: Collection[str], *, message: str, marker: str | None
+        self,
+        path: str,
+        files: Mapping[str, Content],
+        surplus: Collection[str],
+        *,
+        message: str,
+        must_be_new: bool,
     ) -> bool:
-        """Writes files, unless ``marker``, one of them, is there; returns whether this call did."""
-        path = marker or next(iter(files))
+        """Writes files; where ``path``, one of them, must be new, only if it is. Whether this call did."""
+        added = self._do(path, lambda: self._upload(files))
 
         def attempt() -> bool | None:
             head = self._head()
-            there = self._there([*surplus, *([] if marker is None else [marker])], head)
-            if marker is not None and marker in there:
-                return self._get(marker, head) == files[marker]
-            return self._commit_on(head, files, there.intersection(surplus), message)
+            there = self._there([*surplus, path], head)
+            is_ours = path in there and self._get(path, head) == files[path]
+            if is_ours or (must_be_new and path in there):
+                return is_ours
+            return self._commit_on(head, added, there.intersection(surplus), message)
 
         for _ in range(MAX_MOVES):
             if (won := self._do(path, attempt)) is not None:
@@ -214,20 +222,28 @@ class HubStorage(RemoteFolder):
 
     def _there(self, paths: Sequence[str], head: str) -> set[str]:
         """Those of some paths that a commit has."""
-        if not paths:
-            return set()
         full = {self._full(path): path for path in paths}
         found = self._api.get_paths_info(self._repo, list(full), revision=head, repo_type="dataset")
         return {full[entry.path] for entry in found}
 
-    def _commit_on(
-        self, head: str, files: Mapping[str, Content], surplus: Iterable[str], message: str
-    ) -> bool | None:
-        """Commits on top of ``head``; None when that is the branch's head no more."""
+    def _upload(self, files: Mapping[str, Content]) -> list[CommitOperationAdd]:
+        """What takes long, before the head is looked at: the tables go up, and wait there for a commit."""
         for content in files.values():
             if isinstance(content, Path):
                 content.stat()  # the library has no error of its own for a file that is gone
         added = [CommitOperationAdd(self._full(path), content) for path, content in files.items()]
+        self._api.preupload_lfs_files(
+            self._repo, added, repo_type="dataset", revision=self._revision, free_memory=False
+        )
+        ignored = [each.path_in_repo for each in added if getattr(each, "_should_ignore", False)]
+        if ignored:  # the library would leave them out without a word
+            raise JobError(f"{self.url}: a .gitignore in the repo names {', '.join(ignored)}")
+        return added
+
+    def _commit_on(
+        self, head: str, added: Iterable[CommitOperationAdd], surplus: Iterable[str], message: str
+    ) -> bool | None:
+        """Commits on top of ``head``; None when that is the branch's head no more."""
         deleted = [CommitOperationDelete(self._full(path), is_folder=False) for path in surplus]
         try:
             self._api.create_commit(

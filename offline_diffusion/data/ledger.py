@@ -164,7 +164,7 @@ class Ledger:
     def published(self) -> set[int]:
         """Indices of the published shards, without those found broken: one directory listing.
 
-        On object storage what others published in the last few seconds may be missing, on the Hub minutes.
+        Elsewhere what others published in the last few seconds may be missing, on the Hub in the last minute.
         """
         if self.remote is not None and time.monotonic() >= self._next_pull:
             self.remote.pull_markers()

@@ -327,6 +327,24 @@ def test_surplus_that_is_gone_already_is_no_error(hub: HubServer, tmp_path: Path
     check(hub.download(tmp_path / "copy"), whole)
 
 
+@pytest.mark.parametrize("name", ["shard-00000.json", "shard-00000.parquet"])
+def test_what_the_repo_ignores_is_noticed(hub: HubServer, tmp_path: Path, name: str) -> None:
+    ledger = open_job(tmp_path / "work")
+    hub.ignored = frozenset({name})
+    with pytest.raises(JobError, match=rf"a \.gitignore in the repo names \S+/{name}"):
+        run_job(ledger, ROWS)
+    assert set(hub.files()) == {"job.json"}
+
+
+def test_files_that_are_gone_from_here_are_told_as_such(hub: HubServer, tmp_path: Path) -> None:
+    """Whoever has published the shard meanwhile has taken them away: that is for the caller to find out."""
+    with pytest.raises(FileNotFoundError):
+        open_storage(URL).publish(
+            {"images/a.parquet": tmp_path / "gone"}, surplus=(), marker=("m.json", b"{}"), message="shard 0"
+        )
+    assert not hub.commits
+
+
 class Killed(BaseException):
     """What a process does after this no server ever sees."""
 
