@@ -134,7 +134,7 @@ class HubStorage(RemoteFolder):
             JobInterrupted: The Hub cannot be reached for too long.
             JobError: It refuses, or is to ignore one of the files.
         """
-        contents = {**files, marker[0]: marker[1]}
+        contents: dict[str, Content] = {**files, marker[0]: marker[1]}
         return self._commit(marker[0], contents, surplus, message=message, must_be_new=True)
 
     def download(self, path: str, target: Path) -> None:

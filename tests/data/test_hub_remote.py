@@ -376,10 +376,12 @@ def test_a_death_at_a_commit(
                 break
             except Killed:
                 pass
-        run_job(open_job(tmp_path / (f"{name} 2" if elsewhere else name)), ROWS)
+        work = tmp_path / (f"{name} 2" if elsewhere else name)
+        run_job(open_job(work), ROWS)
         check(hub.download(tmp_path / f"{name} copy"), whole)
         shards = [commit.message for commit in hub.commits if commit.message.startswith("shard")]
         assert sorted(shards) == ["shard 0: 3 rows", "shard 1: 3 rows"]
+        assert not list((work / "_state" / "staged").iterdir())
     assert last >= 4
 
 
