@@ -10,7 +10,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -35,14 +35,14 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars, hf_raise_for_status
 
-from offline_diffusion.data.storage import RemoteFolder
+from offline_diffusion.data.storage import RemoteFolder, T
 from offline_diffusion.errors import ConfigError, JobError, JobInterrupted
 
 RATE_LIMIT_S = 2 * 3600.0
 """So long is waited for a rate limit to pass. Those on requests take minutes, those on commits an hour."""
 
-REQUEST_TIMEOUT_S = 60.0
-"""Without any sign of the Hub's."""
+REQUEST_TIMEOUT_S = 120.0
+"""Without any sign of the Hub's; its library would wait for ever."""
 
 MAX_MOVES = 50
 """So often may others commit between our look at the head and our commit before we give up."""
@@ -174,9 +174,7 @@ class HubStorage(RemoteFolder):
         url = hf_hub_url(
             self._repo, self._full(path), repo_type="dataset", revision=revision, endpoint=endpoint
         )
-        with get_session().stream(
-            "GET", url, headers=build_hf_headers(), timeout=REQUEST_TIMEOUT_S
-        ) as response:
+        with get_session().stream("GET", url, headers=build_hf_headers()) as response:
             try:
                 hf_raise_for_status(response)
             except EntryNotFoundError:
@@ -259,6 +257,13 @@ class HubStorage(RemoteFolder):
                 return None
             raise
         return True
+
+    def _do(self, path: str, request: Callable[[], T]) -> T:
+        def with_timeout() -> T:
+            get_session().timeout = REQUEST_TIMEOUT_S
+            return request()
+
+        return super()._do(path, with_timeout)
 
     # --- errors ------------------------------------------------------------------------------------
 

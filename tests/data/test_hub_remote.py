@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,31 @@ def test_requests_that_fail_are_made_again(hub: HubServer, tmp_path: Path, whole
     }
     seconds = "7200" if fault == 429 else "5"
     assert any(f"trying again, for at most {seconds} s" in line for line in said)
+    shards = [commit.message for commit in hub.commits if commit.message.startswith("shard")]
+    assert shards == ["shard 0: 3 rows", "shard 1: 3 rows"]
+
+
+def test_an_answer_that_does_not_come_is_not_waited_for(
+    hub: HubServer, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first try of a shard's commit is done long after we have gone on: too late to do any harm."""
+    said: list[str] = []
+    ledger = open_job(tmp_path / "work", say=said.append)
+    monkeypatch.setattr(hub_storage, "REQUEST_TIMEOUT_S", 0.3)
+    begun, done = threading.Event(), threading.Event()
+
+    def hang(request: HubRequest) -> None:
+        if request.kind == "commit" and not begun.is_set():
+            begun.set()
+            time.sleep(1.5)
+            done.set()
+
+    hub.fault = hang
+    run_job(ledger, ROWS)
+    assert any("timed out: trying again" in line for line in said)
+    assert done.wait(timeout=5.0)
+    time.sleep(0.2)  # until the late one has its answer
+    check(hub.download(tmp_path / "copy"), whole)
     shards = [commit.message for commit in hub.commits if commit.message.startswith("shard")]
     assert shards == ["shard 0: 3 rows", "shard 1: 3 rows"]
 
