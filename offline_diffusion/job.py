@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from offline_diffusion.config import JobConfig
 from offline_diffusion.data.card import write_card
-from offline_diffusion.data.claims import Claims
 from offline_diffusion.data.deaths import FlightLog, forget_deaths, sweep_flights
 from offline_diffusion.data.disk_full import Patience
 from offline_diffusion.data.failures import FailuresElsewhere
@@ -24,7 +23,7 @@ from offline_diffusion.data.process import new_worker_name
 from offline_diffusion.data.quick_check import broken_lines, find_broken
 from offline_diffusion.data.retries import drop_old_notes, numbers_at_begin, tell_workers, told_to_workers
 from offline_diffusion.data.scan import ManifestIndex
-from offline_diffusion.data.shard_queue import LOOK_INTERVAL_S, ShardQueue
+from offline_diffusion.data.shard_queue import LOOK_INTERVAL_S, ShardQueue, claims_of
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.engine.cost import MeasuredCost, measured_cost
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
@@ -227,13 +226,7 @@ class _Task:
         *,
         ascending: bool,
     ) -> ShardQueue:
-        claims = Claims(
-            ledger.out,
-            worker=self.worker,
-            task=self.config.task_index,
-            job_id=ledger.job.job_id,
-            files=ledger.files,
-        )
+        claims = claims_of(ledger, worker=self.worker, task=self.config.task_index)
         costs = index.shard_costs
         return ShardQueue(ledger, claims, todo=todo, share=share, costs=costs, ascending=ascending)
 
@@ -310,18 +303,15 @@ class _Task:
             raise
         finally:
             flights.close()  # before the last heartbeat: who says that it ends has nothing in flight
-            try:
+            with contextlib.ExitStack() as ends:  # all of them, the last one first, whatever fails
+                ends.callback(queue.close)
+                ends.callback(saver.close)
+                ends.callback(sink.close, abandon=not finished)
                 if not finished and ledger.remote is not None:  # before it says that others may go on
                     with contextlib.suppress(OffdiffError, OSError):
                         sink.drain()
                         saver.close()
                         queue.park()
-                sink.close(abandon=not finished)
-            finally:
-                try:
-                    saver.close()
-                finally:
-                    queue.close()
         return finished
 
     def _sink(self, ledger: Ledger) -> Sink:

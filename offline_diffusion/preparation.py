@@ -10,9 +10,10 @@ from offline_diffusion.data.disk_full import Patience
 from offline_diffusion.data.files import disk_errors
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
+from offline_diffusion.data.remote_folder import GIVE_UP_AFTER_S
+from offline_diffusion.data.remotes import open_storage
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
-from offline_diffusion.data.storage import GIVE_UP_AFTER_S, Storage
 from offline_diffusion.data.work import ShardCosts, WorkMeter
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.feed import row_defaults
@@ -35,7 +36,9 @@ def ledger_of(
     if isinstance(config.out, Path):
         return Ledger(config.out)
     stop = stop or StopFlag()
-    storage = Storage(config.out, say=say, stopped=lambda: stop.requests > 0, give_up_after_s=give_up_after_s)
+    storage = open_storage(
+        config.out, say=say, stopped=lambda: stop.requests > 0, give_up_after_s=give_up_after_s
+    )
     return Ledger(config.folder, storage)
 
 
@@ -94,10 +97,8 @@ class Preparation:
                 index.save(index_folder)
 
         self.patience.do(take_folder)
-        if ledger.remote is not None and not ledger.remote.is_exclusive():
-            self.say(
-                f"warning: {config.out} lets two processes create the same file: give it one task at a time"
-            )
+        if ledger.remote is not None and (danger := ledger.remote.danger(config.num_tasks)) is not None:
+            self.say(f"warning: {config.out} {danger}")
         return Prepared(manifest, checkpoint, ledger, index)
 
     def _index(self, manifest: Manifest, folder: Path, checkpoint: Checkpoint) -> ManifestIndex:

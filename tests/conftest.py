@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def _s3_server() -> Iterator[Any]:
 @pytest.fixture
 def s3(_s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A real S3 server with an empty bucket, which the environment points to; see ``s3_server``."""
-    from offline_diffusion.data import storage
+    from offline_diffusion.data import remote_folder
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", _s3_server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
@@ -95,6 +96,40 @@ def s3(_s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     # Only our own patience: that of the libraries takes seconds.
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(remote_folder, "FIRST_PAUSE_S", 0.01)
     _s3_server.reset()
     return _s3_server
+
+
+@pytest.fixture(scope="session")
+def _hub_server() -> Iterator[Any]:
+    pytest.importorskip("werkzeug", reason="comes with the test extra's S3 server")
+    from hub_server import HubServer
+
+    server = HubServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub(_hub_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The Hub with one new dataset repo, as its library sees it here; see ``hub_server``."""
+    from hub_server import TOKEN
+
+    from offline_diffusion.data import hub_storage, remote_folder
+
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", _hub_server.url)
+    files = f"{_hub_server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # a service of its own
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    for name, value in {"ENDPOINT": _hub_server.url, "HUB_OFFLINE": "0", "HUB_DISABLE_XET": "1"}.items():
+        monkeypatch.setenv(f"HF_{name}", value)  # for processes that a test starts
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE")
+    # Only our own patience: that of the library takes seconds.
+    monkeypatch.setattr("huggingface_hub.utils._http.time", types.SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr(remote_folder, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(hub_storage, "MOVED_PAUSE_S", 0.01)
+    _hub_server.reset()
+    return _hub_server

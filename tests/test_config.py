@@ -16,9 +16,9 @@ from offline_diffusion.config import (
     JobConfig,
     make_engine_config,
     make_job_config,
-    read_job_file,
 )
 from offline_diffusion.errors import ConfigError
+from offline_diffusion.job_yaml import read_job_file
 
 
 def job(**values: Any) -> JobConfig:

@@ -16,9 +16,9 @@ from offline_diffusion.config import (
     JobConfig,
     check_option_names,
     make_job_config,
-    read_job_file,
 )
 from offline_diffusion.errors import ConfigError
+from offline_diffusion.job_yaml import read_job_file
 
 SLURM_ARRAY = "Slurm's array"
 """How options are spelled that it gave."""

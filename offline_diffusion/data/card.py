@@ -13,7 +13,7 @@ from offline_diffusion.data.files import disk_errors, replace_file
 from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, TABLES
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
-from offline_diffusion.data.storage import Storage
+from offline_diffusion.data.remote_folder import RemoteFolder
 
 CARD_FILE = "README.md"
 _OURS = b"<!-- Written by offdiff. Delete this line to keep your own edits. -->"
@@ -48,7 +48,7 @@ def write_card(ledger: Ledger) -> bool:
     return True
 
 
-def _write_card_there(storage: Storage, content: bytes) -> bool:
+def _write_card_there(storage: RemoteFolder, content: bytes) -> bool:
     with contextlib.suppress(FileNotFoundError):
         if _OURS not in storage.read(CARD_FILE):
             return False

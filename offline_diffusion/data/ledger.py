@@ -38,9 +38,8 @@ from offline_diffusion.data.layout import (
 from offline_diffusion.data.manifest_change import change_manifest, finish_change, superseded_folders
 from offline_diffusion.data.marker import Marker, marker_from_tables
 from offline_diffusion.data.publication import Publications
-from offline_diffusion.data.remote import Remote
+from offline_diffusion.data.remotes import AnyStorage, open_storage, remote_of
 from offline_diffusion.data.state_files import FolderFiles, StateFiles
-from offline_diffusion.data.storage import LIST_INTERVAL_S, Storage
 from offline_diffusion.errors import JobError, JobInterrupted
 
 __all__ = ["JobIdentity", "Ledger", "Marker", "Shard", "Shards", "make_shards", "open_to_read"]
@@ -58,9 +57,9 @@ class Ledger:
         storage: Where the dataset goes in that case.
     """
 
-    def __init__(self, out: Path, storage: Storage | None = None) -> None:
+    def __init__(self, out: Path, storage: AnyStorage | None = None) -> None:
         self.out = out.absolute()
-        self.remote = None if storage is None else Remote(storage, self.out)
+        self.remote = None if storage is None else remote_of(storage, self.out)
         self.files: StateFiles = FolderFiles(self.out) if self.remote is None else self.remote.files
         self.state = self.out / STATE
         self.scratch = self.out / SCRATCH
@@ -171,11 +170,11 @@ class Ledger:
     def published(self) -> set[int]:
         """Indices of the published shards, without those found broken: one directory listing.
 
-        On object storage what others published in the last `LIST_INTERVAL_S` may be missing.
+        Elsewhere what others published in the last few seconds may be missing, on the Hub in the last minute.
         """
         if self.remote is not None and time.monotonic() >= self._next_pull:
             self.remote.pull_markers()
-            self._next_pull = time.monotonic() + LIST_INTERVAL_S
+            self._next_pull = time.monotonic() + self.remote.storage.list_interval_s
         return set(self.numbers())
 
     def refresh(self, shard: Shard) -> None:
@@ -333,7 +332,7 @@ def open_to_read(out: str) -> Iterator[Ledger]:
         yield Ledger(Path(out))
         return
     with tempfile.TemporaryDirectory(prefix="offdiff-") as folder:
-        ledger = Ledger(Path(folder), Storage(out, give_up_after_s=READER_GIVES_UP_AFTER_S))
+        ledger = Ledger(Path(folder), open_storage(out, give_up_after_s=READER_GIVES_UP_AFTER_S))
         ledger.pull()
         yield ledger
 

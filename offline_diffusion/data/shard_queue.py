@@ -267,6 +267,11 @@ class ShardQueue:
         return found
 
 
+def claims_of(ledger: Ledger, *, worker: str, task: int) -> Claims:
+    """The claims of an output, as one worker sees and makes them."""
+    return Claims(ledger.out, worker=worker, task=task, job_id=ledger.job.job_id, files=ledger.files)
+
+
 def owner_watch(ledger: Ledger, job_id: str) -> OwnerWatch:
     """Watches the owners of an output's shards; on object storage with more patience: signs come seldom."""
     if ledger.remote is None:

@@ -7,35 +7,17 @@ system takes them by itself, the environment; none goes through our hands.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
-import random
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
 
-from offline_diffusion.errors import ConfigError, DiskFullError, JobError, JobInterrupted
+from offline_diffusion.data.remote_folder import RemoteFolder, describe
+from offline_diffusion.errors import ConfigError, JobError
 
 PRECONDITION_FAILED, NOT_IMPLEMENTED = 412, 501
-
-GIVE_UP_AFTER_S = 300.0
-"""So long is a request tried again that fails for a reason that may pass."""
-
-STOPPING_S = 10.0
-"""Likewise once the job was asked to stop."""
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Between two tries; each pause is about twice the one before."""
-
-LONGEST_STOPPING_PAUSE_S = 0.5
-"""Likewise once the job was asked to stop."""
-
-LIST_INTERVAL_S = 5.0
-"""Between two looks at what others have written: each is a request."""
 
 _S3 = ("s3", "s3a")
 _EXTRAS = {**dict.fromkeys(_S3, "s3"), "gs": "gs", "gcs": "gs"}
@@ -50,64 +32,33 @@ _CREDENTIALS_HINT = (
     "AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...)"
 )
 
-T = TypeVar("T")
 
-
-class Storage:
-    """A folder on object storage. Paths are relative to it; any thread may use it.
-
-    Every request that fails for a reason that may pass is made again, with growing pauses.
-
-    Args:
-        url: Names the folder.
-        say: Told once when a wait begins.
-        stopped: Whether the job was asked to stop: then it waits for seconds, not for minutes.
-        give_up_after_s: Seconds after which waiting ends.
+class Storage(RemoteFolder):
+    """A folder on object storage, see `RemoteFolder`.
 
     Raises:
         ConfigError: There is no file system for such URLs here.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        say: Callable[[str], None] = lambda _: None,
-        stopped: Callable[[], bool] = lambda: False,
-        give_up_after_s: float = GIVE_UP_AFTER_S,
-    ) -> None:
-        self.url = url.rstrip("/")
-        self._say, self._stopped, self._give_up_after_s = say, stopped, give_up_after_s
-        self._has_given_up = threading.Event()
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
         self._fs, self._root = _file_system(self.url)
         # In one piece: for several, its size would have to be asked for first.
-        self._in_one = {"max_concurrency": 1} if self.url.split("://")[0] in _S3 else {}
-
-    def __str__(self) -> str:
-        return self.url
+        self._in_one = {"max_concurrency": 1} if self.url.split("://", maxsplit=1)[0] in _S3 else {}
 
     def names(self, folder: str) -> dict[str, int]:
-        """The files directly in a folder, each with its size in bytes; empty when there is none."""
         return {name: entry["size"] or 0 for name, entry in self._list(folder) if entry["type"] == "file"}
 
     def folders(self, folder: str) -> list[str]:
-        """The folders directly in a folder."""
         return sorted(name for name, entry in self._list(folder) if entry["type"] == "directory")
 
     def read(self, path: str) -> bytes:
-        """A small file.
-
-        Raises:
-            FileNotFoundError: There is none.
-        """
         return self._do(path, lambda: self._cat(path))
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file."""
         return self._do(path, lambda: bool(self._fs.isfile(self._full(path))))
 
     def read_all(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """Many small files, some at once; those that are gone are left out."""
         found: dict[str, bytes] = {}
         for start in range(0, len(paths), _BATCH):
             part = paths[start : start + _BATCH]
@@ -122,16 +73,6 @@ class Storage:
         return found
 
     def create(self, path: str, content: bytes) -> bool:
-        """Writes a small file unless it is there; of several callers one wins.
-
-        Args:
-            path: Its place.
-            content: Unlike what anybody else would write there: by it a try whose answer was lost is told.
-
-        Returns:
-            Whether this call won.
-        """
-
         def attempt() -> bool:
             if self._create(path, content):
                 return True
@@ -148,7 +89,6 @@ class Storage:
         return not self._do(path, lambda: self._create(path, content))
 
     def replace(self, path: str, content: bytes) -> None:
-        """Writes a small file, whatever was there."""
         self._do(path, lambda: self._fs.pipe_file(self._full(path), content))
 
     def try_replace(self, path: str, content: bytes) -> None:
@@ -179,16 +119,11 @@ class Storage:
             except FileNotFoundError as error:  # also of an upload in parts whose last answer was lost
                 if not source.exists():
                     raise
-                raise ConnectionError(_describe(error)) from error
+                raise ConnectionError(describe(error)) from error
 
         self._do(path, attempt)
 
     def download(self, path: str, target: Path) -> None:
-        """Reads a file into a local one.
-
-        Raises:
-            FileNotFoundError: There is none.
-        """
         self._do(path, lambda: self._fs.get_file(self._full(path), str(target)))
 
     def copy(self, source: str, target: str) -> None:
@@ -210,7 +145,7 @@ class Storage:
             return False
         except FileNotFoundError as error:  # of a bucket; nothing else must be there for a new file
             hint = "the bucket must be there before the job"
-            raise JobError(f"{self.url}: {_describe(error)}", hint=hint) from None
+            raise JobError(f"{self.url}: {describe(error)}", hint=hint) from None
         except Exception as error:
             status = _status(error)
             if status == PRECONDITION_FAILED:
@@ -238,47 +173,19 @@ class Storage:
         # Some stores keep an empty object that stands for the folder itself.
         return [(name, entry) for name, entry in named if entry["name"].rstrip("/") != full]
 
-    def _do(self, path: str, request: Callable[[], T]) -> T:
-        """Makes a request, again where its failure may pass.
+    def _is_final(self, error: Exception) -> bool:
+        if isinstance(error, NotImplementedError | TypeError | AttributeError):
+            return True
+        status = _status(error)
+        if status is not None and not isinstance(error, TimeoutError):
+            return 400 <= status < 500 and status not in _PASSING
+        # A bucket's name that botocore refuses is one of its validation errors.
+        return _is_access(error) or "validation" in type(error).__name__.lower()
 
-        Raises:
-            JobInterrupted: It failed for too long.
-            JobError: It cannot be made.
-        """
-        began, pause = time.monotonic(), FIRST_PAUSE_S
-        while True:
-            try:
-                answer = request()
-            except (FileNotFoundError, FileExistsError, JobError):
-                raise
-            except Exception as error:  # each file system has errors of its own
-                where = f"{self.url}/{path}".rstrip("/")
-                if _is_full(error):
-                    raise DiskFullError(f"{where} has no space here: {_describe(error)}") from error
-                if _is_final(error):
-                    raise JobError(f"{where}: {_describe(error)}", hint=_hint(error)) from error
-                limit = min(self._give_up_after_s, STOPPING_S) if self._stopped() else self._give_up_after_s
-                if pause == FIRST_PAUSE_S and limit > 0:
-                    self._say(f"{where}: {_describe(error)}: trying again, for at most {limit:.0f} s")
-                if time.monotonic() - began > limit or self._has_given_up.is_set():
-                    self._has_given_up.set()
-                    raise JobInterrupted(
-                        f"{where} cannot be reached: {_describe(error)}",
-                        hint="what is finished is kept on this machine: the same command goes on",
-                    ) from error
-                self._wait(pause * random.uniform(0.5, 1.0))
-                pause = min(LONGEST_PAUSE_S, 2 * pause)
-            else:
-                self._has_given_up.clear()
-                return answer
-
-    def _wait(self, seconds: float) -> None:
-        """Less, once the job is asked to stop."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, LONGEST_STOPPING_PAUSE_S))
-            if self._stopped():
-                return
+    def _hint(self, error: Exception) -> str | None:
+        if "request time" in str(error):
+            return "is this machine's clock right?"
+        return _CREDENTIALS_HINT if _is_access(error) else None
 
 
 def _file_system(url: str) -> tuple[Any, str]:
@@ -317,36 +224,7 @@ def _status(error: BaseException) -> int | None:
     return None if error.__cause__ is None else _status(error.__cause__)
 
 
-def _is_full(error: Exception) -> bool:
-    """Whether the disk here has no space."""
-    return isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}
-
-
 def _is_access(error: Exception) -> bool:
     # botocore has classes of its own; those that fetch credentials may fail and pass.
     names = {"NoCredentialsError", "PartialCredentialsError"}
     return isinstance(error, PermissionError) or type(error).__name__ in names or _status(error) in {401, 403}
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether trying again is of no use."""
-    if isinstance(error, NotImplementedError | TypeError | AttributeError):
-        return True
-    status = _status(error)
-    if status is not None and not isinstance(error, TimeoutError):
-        return 400 <= status < 500 and status not in _PASSING
-    # A bucket's name that botocore refuses is one of its validation errors.
-    return _is_access(error) or "validation" in type(error).__name__.lower()
-
-
-def _hint(error: Exception) -> str | None:
-    if "request time" in str(error):
-        return "is this machine's clock right?"
-    return _CREDENTIALS_HINT if _is_access(error) else None
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, NotImplementedError):
-        return "this storage cannot be written to, or cannot create a file that must not be there yet"
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:299]}…"

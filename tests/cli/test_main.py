@@ -198,7 +198,8 @@ def test_an_unknown_option_is_a_usage_error() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").rglob("*.yaml")), ids=lambda path: path.name)
 def test_example_jobs_are_valid_and_name_files_that_are_there(path: Path) -> None:
-    from offline_diffusion.config import make_job_config, read_job_file
+    from offline_diffusion.config import make_job_config
+    from offline_diffusion.job_yaml import read_job_file
 
     config = make_job_config(read_job_file(path))
     for manifest in config.manifests:

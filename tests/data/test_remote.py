@@ -217,13 +217,13 @@ def test_failures_are_retried(s3: S3Server, tmp_path: Path, whole: Path) -> None
 
 def test_a_late_winner_changes_nothing(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has committed and freezes; others put its files into their places and publish the shard again."""
-    from offline_diffusion.data.remote import RemotePublications
+    from offline_diffusion.data.staged_remote import StagedPublications
 
     late: list[tuple[Any, ...]] = []
-    move = RemotePublications.move
+    move = StagedPublications.move
     with monkeypatch.context() as patch:
-        patch.setattr(RemotePublications, "move", lambda *arguments: late.append(arguments))
-        patch.setattr(RemotePublications, "roll_forward", lambda *_: None)
+        patch.setattr(StagedPublications, "move", lambda *arguments: late.append(arguments))
+        patch.setattr(StagedPublications, "roll_forward", lambda *_: None)
         run_job(open_job(tmp_path / "late"), ROWS[:3] + ROWS[3:], failing={(0, 0): "nan"})
     run_job(open_job(tmp_path / "work"), ROWS, retry_failed=True)
     before = {key: s3.client.get_object(Bucket=BUCKET, Key=f"job/{key}")["ETag"] for key in s3.keys("job")}
