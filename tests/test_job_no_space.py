@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from job_fakes import SMALL, Runner, make_rows, pixels_by_key, write_jsonl
 
-from offline_diffusion.data import card, claims, deaths, disk_full, heartbeat, manifest_change, scan
+from offline_diffusion.data import card, deaths, disk_full, heartbeat, manifest_change, scan
 from offline_diffusion.data import ledger as ledger_module
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.progress import StopFlag
@@ -19,7 +19,7 @@ from offline_diffusion.progress import StopFlag
 OPTIONS = SMALL | {"shard_size": 4, "max_num_seqs": 2, "device": "cpu"}
 
 WRITERS = {
-    "claim": (claims, "create_file"),
+    "claim": (state_files, "create_file"),
     "books": (ledger_module, "create_file"),
     "index": (scan, "replace_file"),
     "card": (card, "replace_file"),
@@ -98,7 +98,7 @@ def test_a_request_to_stop_ends_the_wait(
     manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait would be of a minute otherwise, which is longer than Slurm gives a task to end."""
-    monkeypatch.setattr(claims, "create_file", failing(claims.create_file, float("inf")))
+    monkeypatch.setattr(state_files, "create_file", failing(state_files.create_file, float("inf")))
     stop = StopFlag()
     with pytest.raises(JobInterrupted):
         Runner().run(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from job_fakes import SMALL, Runner, make_rows, write_jsonl
 
+from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.progress import StopFlag
 from offline_diffusion.summary import summary_of_workers
 
@@ -20,5 +21,5 @@ def test_a_stop_interrupts_what_it_left_undone(tmp_path: Path, is_whole: bool, i
         runner.on_step = lambda engine: stop.request("SIGTERM") if engine.finished else None
     runner.run(manifest, out, shard_size=2, max_num_seqs=1, stop=stop, **SMALL)
     part = {"num_ok": 2, "num_failed": 0, "num_resumed": 0, "interrupted": False, "warnings": []}
-    assert summary_of_workers(out, 8, [part], 1.0, stopped=True).interrupted is interrupted
-    assert not summary_of_workers(out, 8, [part], 1.0, stopped=False).interrupted
+    assert summary_of_workers(Ledger(out), 8, [part], 1.0, stopped=True).interrupted is interrupted
+    assert not summary_of_workers(Ledger(out), 8, [part], 1.0, stopped=False).interrupted

@@ -16,7 +16,7 @@ COMMANDS = {
     "run": "Draw every image of a manifest into a dataset; the same command again resumes.",
     "validate": "List every fault of every row; loads no model weights.",
     "plan": "Say what a job would cost, without running it.",
-    "status": "Show how far a job is, from its output folder alone.",
+    "status": "Show how far a job is, from its output folder alone, or its URL.",
     "verify": "Read every shard again and check that nothing is broken, missing or twice.",
     "submit": "Write a job as a batch script for a cluster, and submit it.",
     "models": "List the model families and the backends that work here.",

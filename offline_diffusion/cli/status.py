@@ -31,7 +31,7 @@ MAX_HELD = 4
 @click.option("--watch", is_flag=True, help="Show it again every few seconds until the job is finished.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch an object a line.")
 def command(out: str, watch: bool, as_json: bool) -> None:
-    """Show how far a job is, from its output folder or URL alone.
+    """Show how far a job is, from its output folder alone, or its URL.
 
     \b
     Example:

@@ -201,7 +201,7 @@ class OwnerWatch:
     stale_s: float = field(default_factory=lambda: heartbeat.STALE_S)
     clock: Callable[[], float] = time.monotonic
     files: StateFiles | None = None
-    max_gap_s: float = MAX_LOOK_GAP_S
+    max_gap_s: float = field(default_factory=lambda: MAX_LOOK_GAP_S)
     fresh_s: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _seen: dict[str, _Seen] = field(default_factory=dict)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from output_fakes import open_ledger
@@ -217,8 +218,8 @@ def test_owners_are_watched_while_nobody_asks(
             if is_alive:
                 write_heartbeat(ledger.out, beat)
         assert watch.judge(claim_by("w", ledger)) == ("alive" if is_alive else "dead")
-        reads = list[Path]()
-        monkeypatch.setattr(claims_module, "read_heartbeat", reads.append)
+        reads = list[Any]()
+        monkeypatch.setattr(claims_module, "read_heartbeat", lambda *what: reads.append(what))
         time.sleep(0.2)
         assert bool(reads) is not is_alive, "who is alive is not watched until somebody asks again"
     assert "offdiff-watch" not in {thread.name for thread in threading.enumerate()}
