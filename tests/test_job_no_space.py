@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from job_fakes import SMALL, Runner, make_rows, pixels_by_key, write_jsonl
 
-from offline_diffusion.data import card, deaths, disk_full, heartbeat, manifest_change, scan
+from offline_diffusion.data import card, deaths, disk_full, heartbeat, manifest_change, scan, state_files
 from offline_diffusion.data import ledger as ledger_module
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.progress import StopFlag

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,12 @@ class Marker:
     worker: str
     finished_at: str
     staged: str | None = None
+
+    @property
+    def generation(self) -> int:
+        """Of the owner of the shard that published it; -1 where that is not known."""
+        match = re.search(r"\.(\d{6,})-[0-9a-f]+$", self.staged or "")
+        return int(match[1]) if match else -1
 
     @property
     def has_failures(self) -> bool:

@@ -5,10 +5,13 @@ All workers of an output folder draw from what is the same queue: claims (`claim
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import NamedTuple
 
 from offline_diffusion.data.claims import Claims, Newest, OwnerWatch, Verdict
@@ -20,6 +23,9 @@ from offline_diffusion.data.partial import newest_generation
 
 LOOK_INTERVAL_S = 1.0
 """Between two looks at the shards of other workers."""
+
+ANY = sys.maxsize
+"""Above every generation."""
 
 PARK_S = 20.0
 """A job that is asked to stop spends no more on leaving its work for other machines."""
@@ -135,11 +141,17 @@ class ShardQueue:
         claimed = newest.keys() & published.keys() - self._todo.keys()
         gone = [index for index in claimed if self._judge(index, newest) == "dead"]
         self._claims.remove([(shards[index], newest.pop(index).generation) for index in gone])
-        # A retry goes on from what an earlier one has made, and another worker may begin one at any moment.
-        kept = {index for index, marker in published.items() if marker.has_failures}
-        mine = [index for index in self._share if self._todo.get(index) is None and index not in kept]
-        idle = [shards[index] for index in mine if self._judge(index, newest) == "dead"]
-        self._ledger.clear_leftovers(idle, leftovers)
+        mine = [index for index in self._share if self._todo.get(index) is None]
+        idle = {shards[index].stem: index for index in mine if self._judge(index, newest) == "dead"}
+        # A retry goes on from what an earlier one has made, and another worker may begin one at any time: of
+        # what can be retried only that goes which was made before its publication.
+        published_by = {
+            stem: published[index].generation
+            for stem, index in idle.items()
+            if index in published and published[index].has_failures
+        }
+        old = [path for path in leftovers if generation_of(path) <= published_by.get(stem_of(path), ANY)]
+        self._ledger.clear_leftovers([shards[index] for index in idle.values()], old)
 
     def _is_gone(self, staged: StagedFolder) -> bool:
         shard = self._ledger.shards[staged.shard]
@@ -265,6 +277,17 @@ class ShardQueue:
         found = next(filter(None, claims), None)
         self._next_look = self._clock() + LOOK_INTERVAL_S  # not where there was no space for a claim
         return found
+
+
+def stem_of(path: Path) -> str:
+    """The shard that a file of its owner is of."""
+    return path.name.split(".")[0]
+
+
+def generation_of(path: Path) -> int:
+    """The owner of a shard that has made a file, by its name; -1 where that does not tell."""
+    match = re.search(r"\.(\d{6,})[.-]", path.name)
+    return int(match[1]) if match else -1
 
 
 def claims_of(ledger: Ledger, *, worker: str, task: int) -> Claims:

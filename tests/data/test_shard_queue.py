@@ -357,3 +357,19 @@ def test_clearing_up_lists_each_folder_once(ledger: Ledger, monkeypatch: pytest.
     ]
     for folder in (ledger.state / "claims", ledger.partials, ledger.out / STEPS):
         assert os.listdir(folder) == []
+
+
+def test_what_the_publisher_left_goes_also_where_something_failed(ledger: Ledger) -> None:
+    """A kill between a shard's commit and the end of its partials; what a retry has made is of a later owner."""
+    run_job(ledger, ROWS, failing={(0, 0): "nan"})
+    marker = ledger.marker(ledger.shards[0])
+    assert marker is not None
+    assert marker.staged == f"shard-00000.{marker.generation:06d}-{marker.staged.rpartition('-')[2]}"
+    for generation in (marker.generation, marker.generation + 1):
+        (ledger.partials / f"shard-00000.{generation:06d}-0123abcd.arrows").touch()
+        (ledger.out / STEPS).mkdir(exist_ok=True)
+        (ledger.out / STEPS / f"shard-00000.{generation:06d}.safetensors").touch()
+    queue_of(ledger, "a", list(range(NUM_SHARDS))).clear_leftovers(ledger.markers())
+    later = f"shard-00000.{marker.generation + 1:06d}"
+    assert os.listdir(ledger.partials) == [f"{later}-0123abcd.arrows"]
+    assert os.listdir(ledger.out / STEPS) == [f"{later}.safetensors"]
