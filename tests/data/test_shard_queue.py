@@ -360,7 +360,7 @@ def test_clearing_up_lists_each_folder_once(ledger: Ledger, monkeypatch: pytest.
 
 
 def test_what_the_publisher_left_goes_also_where_something_failed(ledger: Ledger) -> None:
-    """A kill between a shard's commit and the end of its partials; what a retry has made is of a later owner."""
+    """A kill between a commit and the end of the partials; what a retry has made is of a later owner."""
     run_job(ledger, ROWS, failing={(0, 0): "nan"})
     marker = ledger.marker(ledger.shards[0])
     assert marker is not None
