@@ -26,7 +26,7 @@ BUCKET = "bucket"
 Fault = Literal["busy", "lost", "denied"]
 """``busy``: refused, try again. ``lost``: done, but the answer says otherwise. ``denied``: not allowed."""
 
-_ANSWERS = {
+_ANSWERS: dict[Fault, tuple[str, str]] = {
     "busy": ("503 Slow Down", "SlowDown"),
     "lost": ("500 Internal Server Error", "InternalError"),
     "denied": ("403 Forbidden", "AccessDenied"),
@@ -44,13 +44,14 @@ class S3Server:
     """Serves one bucket on a free port.
 
     ``fault`` decides on each request; ``requests`` has them all; ``ignores_conditions`` makes it a
-    storage that does not know exclusive creation.
+    storage that does not know exclusive creation; ``answers`` replace those of faults.
     """
 
     def __init__(self) -> None:
         self.requests: list[S3Request] = []
         self.fault: Callable[[S3Request], Fault | None] = lambda _: None
         self.ignores_conditions = False
+        self.answers: dict[Fault, tuple[str, str]] = {}
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -71,7 +72,7 @@ class S3Server:
 
     def reset(self) -> None:
         """An empty bucket, no faults."""
-        self.fault, self.ignores_conditions = lambda _: None, False
+        self.fault, self.ignores_conditions, self.answers = lambda _: None, False, {}
         moto_api_backend.reset()
         self.client.create_bucket(Bucket=BUCKET)
         self.requests.clear()
@@ -115,7 +116,7 @@ class S3Server:
             list(self._app(environ, lambda *_: None))
         else:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-        status, code = _ANSWERS[fault]
+        status, code = (_ANSWERS | self.answers)[fault]
         start_response(status, [("Content-Type", "application/xml")])
         return [f"<Error><Code>{code}</Code><Message>made up</Message></Error>".encode()]
 

@@ -262,12 +262,10 @@ class ShardQueue:
 
     def _seems_published(self, index: int) -> bool:
         """As ``_is_published``, cheaper by a listing that may be a second old."""
-        if self._todo[index] is not None:
-            return self._is_published(index)
         if self._clock() >= self._next_listing:
             self._published = self._ledger.published()
             self._next_listing = self._clock() + LOOK_INTERVAL_S
-        return index in self._published
+        return index in self._published if self._todo[index] is None else self._is_published(index)
 
     def _look_at_others(self) -> ClaimedShard | None:
         if not self._held or self._clock() < self._next_look:

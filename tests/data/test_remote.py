@@ -5,6 +5,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 from output_fakes import contents, make_identity, make_rows, run_job
 from s3_server import BUCKET, Fault, S3Request, S3Server
 
+from offline_diffusion.config import make_job_config
 from offline_diffusion.data.claims import Claims
 from offline_diffusion.data.ledger import Ledger, open_to_read
 from offline_diffusion.data.quick_check import find_broken
 from offline_diffusion.data.shard_queue import ShardQueue
+from offline_diffusion.data.staged_remote import StagedPublications
 from offline_diffusion.data.status import read_status
 from offline_diffusion.data.storage import Storage
 from offline_diffusion.data.verify import verify, verify_shards
@@ -217,8 +220,6 @@ def test_failures_are_retried(s3: S3Server, tmp_path: Path, whole: Path) -> None
 
 def test_a_late_winner_changes_nothing(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has committed and freezes; others put its files into their places and publish the shard again."""
-    from offline_diffusion.data.staged_remote import StagedPublications
-
     late: list[tuple[Any, ...]] = []
     move = StagedPublications.move
     with monkeypatch.context() as patch:
@@ -366,3 +367,108 @@ def test_an_upload_that_did_not_arrive_whole_is_not_published(
     with pytest.raises(JobError, match="is not what was uploaded"):
         run_job(open_job(tmp_path), ROWS)
     assert not [key for key in s3.keys("job") if key.startswith(("_state/shards", "images"))]
+
+
+def test_sixteen_that_begin_at_once_begin_the_same_job(s3: S3Server, tmp_path: Path) -> None:
+    """As the tasks of an array do. Catches one that takes another's job.json for something foreign."""
+    with ThreadPoolExecutor(16) as threads:
+        ledgers = list(threads.map(lambda n: open_job(tmp_path / f"{n}"), range(16)))
+    assert len({ledger.job.job_id for ledger in ledgers}) == 1
+
+
+def test_of_many_that_claim_at_once_one_wins(s3: S3Server, tmp_path: Path) -> None:
+    ledger = open_job(tmp_path)
+
+    def claim(number: int) -> bool:
+        claims = Claims(ledger.out, worker=f"w{number}", task=0, job_id=ledger.job.job_id, files=ledger.files)
+        return claims.create(ledger.shards[0], 0)
+
+    with ThreadPoolExecutor(16) as threads:
+        assert sum(threads.map(claim, range(16))) == 1
+
+
+def test_workers_see_what_others_publish_while_they_run(s3: S3Server, tmp_path: Path) -> None:
+    a, b = (open_job(tmp_path / name) for name in "ab")
+    assert b.published() == set()
+    run_job(a, ROWS)
+    b.refresh(b.shards[1])
+    assert b.marker(b.shards[1]) == a.marker(a.shards[1])
+    b._next_pull = 0.0  # as after some seconds
+    assert b.published() == {0, 1}
+
+
+def test_who_works_for_a_job_that_is_there_no_more_publishes_nothing(s3: S3Server, tmp_path: Path) -> None:
+    """The place was emptied and begun anew while a worker ran: its images may be of another model."""
+    old = open_job(tmp_path / "old")
+    for key in s3.keys("job"):
+        s3.delete(f"job/{key}")
+    open_job(tmp_path / "new")
+    with pytest.raises(JobError, match=r"is not this job's any more"):
+        run_job(old, ROWS)
+    assert not [key for key in s3.keys("job") if key.startswith(("images", "_state/shards", "_state/staged"))]
+
+
+def test_who_knows_an_older_marker_leaves_alone_what_was_committed_since(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A marker was deleted, and the shard is made again under the same name just now."""
+    a = open_job(tmp_path / "a")
+    run_job(a, ROWS)
+    s3.delete("job/_state/shards/shard-00001.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(StagedPublications, "move", lambda *_: None)  # it has committed and not moved yet
+        patch.setattr(StagedPublications, "roll_forward", lambda *_: None)
+        run_job(open_job(tmp_path / "b"), ROWS)
+    assert any(key.startswith("_state/staged/shard-00001") for key in s3.keys("job"))
+    a.publications.roll_forward()
+    report = verify(s3.download("job", tmp_path / "copy"), num_threads=1)
+    assert report.ok, report.problems
+    assert report.finished
+
+
+@pytest.mark.parametrize("status", ["412 Precondition Failed", "409 Conflict"])
+def test_stores_that_answer_otherwise_when_a_file_is_there(s3: S3Server, tmp_path: Path, status: str) -> None:
+    """Some do not say which condition failed; and who comes at the same moment may be asked to try again."""
+    open_job(tmp_path / "a")
+    s3.answers = {"denied": (status, status.split(" ", 1)[1].replace(" ", ""))}
+    asked: list[S3Request] = []
+
+    def once(request: S3Request) -> Fault | None:
+        if request.verb != "PUT" or not request.key.endswith("job.json") or asked:
+            return None
+        asked.append(request)
+        return "denied"
+
+    s3.fault = once
+    ledger = Ledger(tmp_path / "b", Storage(URL))
+    assert ledger.remote is not None
+    assert not ledger.remote.storage.create("job.json", b"another")
+    assert asked
+
+
+def test_a_lost_answer_to_an_upload_in_parts_is_no_end(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library then tries to abort the upload, which is over, and says that there is no such file."""
+    storage, calls = Storage(URL), list[str]()
+    put = storage._fs.put_file
+
+    def put_file(source: str, path: str) -> None:
+        calls.append(path)
+        put(source, path)
+        if len(calls) == 1:
+            raise FileNotFoundError("The specified upload does not exist")
+
+    monkeypatch.setattr(storage._fs, "put_file", put_file)
+    (tmp_path / "file").write_bytes(b"content")
+    storage.upload(tmp_path / "file", "there")
+    assert len(calls) == 2
+    assert s3.keys("job") == {"there": 7}
+    with pytest.raises(FileNotFoundError):
+        storage.upload(tmp_path / "nothing", "there")
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3://bucket//job", "s3://bucket/a[1]", "s3://bucket/a*"])
+def test_urls_that_would_be_patterns_or_no_place_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="out: must be"):
+        make_job_config({"manifests": "a.jsonl", "out": url})
