@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from offline_diffusion.config import ImageFormat
 from offline_diffusion.data.adoption import Superseded, published_failures, published_records
@@ -27,6 +27,7 @@ from offline_diffusion.data.record import make_record
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
 from offline_diffusion.data.shard_images import ImageKeys, ShardImages
 from offline_diffusion.data.shard_writer import ShardWriter
+from offline_diffusion.data.sink_progress import SinkProgress
 from offline_diffusion.errors import DiskFullError, JobError
 from offline_diffusion.request import RequestOutput
 from offline_diffusion.stages import NO_STAGES, Stages, in_stage
@@ -35,28 +36,6 @@ MAX_PENDING_BYTES = 512 * 2**20
 """Most bytes of pixels that wait to be encoded and written."""
 
 RATE_WINDOW_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SinkProgress:
-    """What a sink has done since it was made.
-
-    Args:
-        num_ok, num_failed: Images handed in and written.
-        num_recovered: Images that need not be made again, in the shards opened.
-        num_invalid_rows: Quarantined rows in the shards published.
-        num_shards: Shards published, or found published when opened.
-        num_lost_shards: Shards that another process published or took over; not counted above.
-        num_pending: Images handed in but not written.
-    """
-
-    num_ok: int = 0
-    num_failed: int = 0
-    num_recovered: int = 0
-    num_invalid_rows: int = 0
-    num_shards: int = 0
-    num_lost_shards: int = 0
-    num_pending: int = 0
 
 
 class Sink:
@@ -104,6 +83,7 @@ class Sink:
         self._finished_at: deque[float] = deque()
         self._encoders = ThreadPoolExecutor(num_threads, thread_name_prefix="offdiff-encode")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offdiff-write")
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="offdiff-publish")
         self._heartbeat = Heartbeat(task=task, num_tasks=num_tasks, worker=worker)
         self._beat()
         self._stopped = threading.Event()
@@ -168,8 +148,7 @@ class Sink:
             )
         self._count(num_recovered=len(finished))
         if writer.complete:
-            self._admit(0)
-            self._writer.submit(self._guarded, lambda: self._publish(writer), 0)
+            self._begin_publishing(writer)
         return finished
 
     def _adopt_published(self, writer: ShardWriter) -> None:
@@ -241,6 +220,7 @@ class Sink:
         self._beater.join()
         self._encoders.shutdown()
         self._writer.shutdown()
+        self._publisher.shutdown()
         for writer in self._open.values():
             writer.close()
         failed = abandon or self._error is not None
@@ -338,7 +318,13 @@ class Sink:
             self._finished_at.append(time.monotonic())
         self._count(num_ok=is_ok, num_failed=not is_ok)
         if writer.complete:
-            self._publish(writer)
+            self._begin_publishing(writer)
+
+    def _begin_publishing(self, writer: ShardWriter) -> None:
+        """Uploads have a thread of their own: other images are not durable until they are written."""
+        self._count(num_pending=1)
+        threads = self._writer if self._ledger.remote is None else self._publisher
+        threads.submit(self._guarded, lambda: self._publish(writer), 0)
 
     @in_stage("publish")
     def _publish(self, writer: ShardWriter) -> None:
@@ -380,7 +366,8 @@ class Sink:
         with self._room:
             writers = list(self._open.values())  # the other thread may open one meanwhile
         for writer in writers:
-            writer.sync()
+            if not writer.complete:  # else it is about to be published, elsewhere perhaps
+                writer.sync()
 
     def _beat_on(self) -> None:
         while not self._stopped.wait(INTERVAL_S):
