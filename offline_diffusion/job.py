@@ -14,7 +14,6 @@ from offline_diffusion.data.card import write_card
 from offline_diffusion.data.deaths import FlightLog, forget_deaths, sweep_flights
 from offline_diffusion.data.disk_full import Patience
 from offline_diffusion.data.failures import FailuresElsewhere
-from offline_diffusion.data.heartbeat import drop_old_heartbeats
 from offline_diffusion.data.layout import PROFILE
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
@@ -272,7 +271,7 @@ class _Task:
             stop=self.stop,
             say=self.say,
         )
-        drop_old_heartbeats(ledger.out, self.config.task_index, self.worker)
+        ledger.drop_old_heartbeats(self.config.task_index, self.worker)
         self.tally = Tally()
         flights = FlightLog(ledger.out, self.worker)
         feed = Feed(

@@ -15,7 +15,7 @@ from offline_diffusion.data.files import replace_file, to_json
 from offline_diffusion.data.layout import SCRATCH, TASKS
 from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
 from offline_diffusion.data.state_files import FolderFiles, StateFiles
-from offline_diffusion.errors import JobError
+from offline_diffusion.errors import JobError, OffdiffError
 
 INTERVAL_S = 2.0
 STALE_S = 30.0
@@ -23,6 +23,8 @@ STALE_S = 30.0
 
 MAX_KEPT = 4
 """Signs of earlier workers that are kept for each task."""
+
+OLD_S = 86_400.0
 
 _signs = itertools.count(1)
 
@@ -133,3 +135,20 @@ def drop_old_heartbeats(out: Path, task: int, worker: str) -> None:
         old = sorted(each for each in dated if each[0] < oldest_fresh_ns)
         for _, path in old[:-MAX_KEPT]:
             path.unlink(missing_ok=True)
+
+
+def drop_old_signs(files: StateFiles, task: int, worker: str) -> None:
+    """Likewise on object storage, by what the signs say themselves: of a worker that is silent for a day."""
+    own = Path(heartbeat_name(task, worker)).name
+    with contextlib.suppress(OffdiffError):
+        names = {name for name in files.names(TASKS) if name.startswith(f"task-{task:05d}.")} - {own}
+        if len(names) <= MAX_KEPT:
+            return
+        beats = [(beat, name) for name in names if (beat := _read(files, f"{TASKS}/{name}")) is not None]
+        old = [
+            (beat.updated_at, name)
+            for beat, name in beats
+            if beat.state != "running" or time.time() - beat.updated_at > OLD_S
+        ]
+        for _, name in sorted(old)[:-MAX_KEPT]:
+            files.remove(f"{TASKS}/{name}")

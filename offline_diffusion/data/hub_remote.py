@@ -55,6 +55,9 @@ class HubRemote(Remote):
     def push_heartbeat(self, *_: object) -> None:
         pass
 
+    def drop_old_heartbeats(self, *_: object) -> None:
+        pass
+
     def park(self, _: str, *, until: float) -> None:
         pass
 

@@ -19,7 +19,7 @@ from offline_diffusion.data.files import (
     scratch_path,
     to_json,
 )
-from offline_diffusion.data.heartbeat import Heartbeat, write_heartbeat
+from offline_diffusion.data.heartbeat import Heartbeat, drop_old_heartbeats, write_heartbeat
 from offline_diffusion.data.job_file import JOB_FILE, Job, JobIdentity, differences, new_job, read_job
 from offline_diffusion.data.layout import (
     IMAGES,
@@ -201,6 +201,12 @@ class Ledger:
         """
         if self.remote is not None:
             self.remote.unpark(shard.stem)
+
+    def drop_old_heartbeats(self, task: int, worker: str) -> None:
+        """Leaves only the newest few signs of a task's earlier workers."""
+        drop_old_heartbeats(self.out, task, worker)
+        if self.remote is not None:
+            self.remote.drop_old_heartbeats(task, worker)
 
     def shown(self, path: Path) -> str:
         """How to tell users of a path in the output."""

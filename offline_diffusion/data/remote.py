@@ -76,6 +76,10 @@ class Remote(abc.ABC):
         """Shows others a worker's sign of life now and then, if it can: soon there is another one."""
 
     @abc.abstractmethod
+    def drop_old_heartbeats(self, task: int, worker: str) -> None:
+        """Leaves only the newest few signs of a task's earlier workers."""
+
+    @abc.abstractmethod
     def park(self, stem: str, *, until: float) -> None:
         """Leaves what was made of a shard so far over there: the next owner may be another machine.
 

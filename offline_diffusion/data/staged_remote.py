@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from offline_diffusion.data.files import move_away, to_json, write_file
-from offline_diffusion.data.heartbeat import Heartbeat, heartbeat_name
+from offline_diffusion.data.heartbeat import Heartbeat, drop_old_signs, heartbeat_name
 from offline_diffusion.data.job_file import JOB_FILE, read_job
 from offline_diffusion.data.layout import (
     PARTIALS,
@@ -73,6 +73,9 @@ class StagedRemote(Remote):
         if time.monotonic() >= self._next_push or heartbeat.state != "running":
             self.storage.try_replace(heartbeat_name(heartbeat.task, heartbeat.worker), content)
             self._next_push = time.monotonic() + LIST_INTERVAL_S
+
+    def drop_old_heartbeats(self, task: int, worker: str) -> None:
+        drop_old_signs(self.files, task, worker)
 
     def park(self, stem: str, *, until: float) -> None:
         for folder in UNFINISHED:

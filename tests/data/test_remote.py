@@ -4,8 +4,10 @@ import functools
 import itertools
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from s3_server import BUCKET, Fault, S3Request, S3Server
 
 from offline_diffusion.config import make_job_config
 from offline_diffusion.data.claims import Claims
+from offline_diffusion.data.files import to_json
+from offline_diffusion.data.heartbeat import Heartbeat
 from offline_diffusion.data.ledger import Ledger, open_to_read
 from offline_diffusion.data.quick_check import find_broken
 from offline_diffusion.data.shard_queue import ShardQueue
@@ -298,6 +302,23 @@ def test_what_a_stopped_machine_has_made_another_one_goes_on_with(
     assert {row for row, _ in drawn} == {2, 3, 5}
     check(s3, tmp_path / "copy", whole)
     assert not [key for key in s3.keys("job") if key.startswith(("_state/partial", "_state/steps"))]
+
+
+def test_signs_of_earlier_workers_do_not_pile_up(s3: S3Server, tmp_path: Path) -> None:
+    ledger, now = open_job(tmp_path), time.time()
+    assert ledger.remote is not None
+    states = {"gone": ("running", 2 * 86_400.0), "quiet": ("running", 3600.0), "own": ("running", 0.0)}
+    for n in range(6):
+        states[f"done{n}"] = ("done", 100.0 * n)
+    for worker, (state, age_s) in states.items():
+        beat = Heartbeat(task=3, num_tasks=4, worker=worker, state=state, updated_at=now - age_s)
+        s3.put(f"job/_state/tasks/task-00003.{worker}.json", to_json(asdict(beat)))
+    s3.put("job/_state/tasks/task-00004.other.json", b"{}")
+    ledger.drop_old_heartbeats(3, "own")
+    kept = {key.split("/")[-1] for key in s3.keys("job") if "tasks" in key}
+    workers = {name.split(".")[1] for name in kept if name.startswith("task-00003")}
+    assert workers == {"own", "quiet", "done0", "done1", "done2", "done3"}
+    assert "task-00004.other.json" in kept
 
 
 def test_status_and_verify_read_the_storage_alone(s3: S3Server, tmp_path: Path) -> None:
