@@ -18,7 +18,7 @@ FLAGS = ("--shard-size=8", "--max-num-seqs=4")
 
 def make_manifest(path: Path) -> Path:
     rows = [
-        {"id": f"r{n:02d}", "prompt": f"a red cup, view {n}", "seed": n, "num_inference_steps": 30 + n % 5}
+        {"id": f"r{n:02d}", "prompt": f"a red cup, view {n}", "seed": n, "num_inference_steps": 60 + n % 5}
         | {"height": 32 + 16 * (n % 3), "width": 48}
         for n in range(40)
     ]
@@ -35,14 +35,14 @@ def test_machines_come_and_go(s3: S3Server, tmp_path: Path) -> None:
 
     stopped = start("a")
     assert stopped.wait_until(lambda: any("images/s" in line for line in stopped.lines))
-    time.sleep(2)
+    time.sleep(0.5)
     stopped.send(signal.SIGTERM)
     assert stopped.wait() == 75, stopped.stderr
-    assert any(key.startswith("_state/partial/") for key in s3.keys("sets/cups"))
+    assert any(key.startswith("_state/parked/") for key in s3.keys("sets/cups"))
 
     killed = start("b")
     assert killed.wait_until(lambda: any("images/s" in line for line in killed.lines))
-    time.sleep(1)
+    time.sleep(0.3)
     killed.send(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
 
