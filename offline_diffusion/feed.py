@@ -223,9 +223,9 @@ class Feed:
         """The engine begins with an image: it is in flight until it is handed out."""
         self.flights.begin(self._flights[request_id])
 
-    def take_back(self, request_id: str) -> tuple[int, ImageTask]:
-        """The engine has handed an image out; returns its shard's index and the image."""
-        self.flights.end(self._flights.pop(request_id).key)
+    def take_back(self, request_id: str, *, is_drawn: bool) -> tuple[int, ImageTask]:
+        """The engine has handed an image out or given it back; returns its shard's index and the image."""
+        self.flights.end(self._flights.pop(request_id).key, is_drawn=is_drawn)
         return self.pending.pop(request_id)
 
     def work(self, image: ImageTask) -> float:

@@ -308,6 +308,7 @@ class _Task:
                 ends.callback(sink.close, abandon=not finished)
                 if not finished and ledger.remote is not None:  # before it says that others may go on
                     with contextlib.suppress(OffdiffError, OSError):
+                        sink.abandon()
                         sink.drain()
                         saver.close()
                         queue.park()
@@ -369,8 +370,9 @@ class _Task:
         feed.saver.save_now(engine, feed.pending)
 
     def _take(self, output: RequestOutput, feed: Feed, sink: Sink) -> None:
-        shard_index, image = feed.take_back(output.request_id)
-        if output.status == "aborted":
+        is_drawn = output.status != "aborted"
+        shard_index, image = feed.take_back(output.request_id, is_drawn=is_drawn)
+        if not is_drawn:
             return
         if output.status == "ok":
             self.time_limit.learn(output.metrics)

@@ -45,7 +45,10 @@ KILLS_TO_ISOLATE = 3
 MAX_LOG_BYTES = 2**20
 """A log that is longer is begun anew: it must not grow with the images that a worker draws in a long life."""
 
-_ENTRY = re.compile(rb"([+-])(\d+):(\d+)(?: ([0-9a-f]*) (\d+) (\d+))?")
+DRAWN = "-"
+"""Begins the line of a flight log that tells of an image drawn, or failed."""
+
+_ENTRY = re.compile(rb"([+~-])(\d+):(\d+)(?: ([0-9a-f]*) (\d+) (\d+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,7 @@ class FlightLog:
         self._log, self.crash_file = _paths(out, worker)
         self._fd: int | None = None  # None where the log cannot be made: then it says nothing
         self._num_bytes = 0
+        self._drawn = ""  # the last line that tells of an image drawn
         self._in_flight: dict[ImageKey, str] = {}
         with contextlib.suppress(OSError):
             self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -128,28 +132,29 @@ class FlightLog:
         line = self._in_flight[flight.key] = f"+{image} {flight.row_hash} {flight.number} {flight.step}\n"
         self._write(line)
 
-    def end(self, image: ImageKey) -> None:
-        """Once the engine has handed it out."""
+    def end(self, image: ImageKey, *, is_drawn: bool = True) -> None:
+        """Once the engine has handed it out, or given it back: then it is not drawn."""
         self._in_flight.pop(image, None)
-        line = f"-{image[0]}:{image[1]}\n"
+        line = f"{DRAWN if is_drawn else '~'}{image[0]}:{image[1]}\n"
+        self._drawn = line if is_drawn else self._drawn
         self._write(line)
         if self._num_bytes > MAX_LOG_BYTES:
-            self._begin_anew(line)
+            self._begin_anew()
 
-    def _begin_anew(self, last: str) -> None:
-        """Leaves only what is in flight, and one image that was handed out: `launch.outcome` looks for it."""
+    def _begin_anew(self) -> None:
+        """Leaves only what is in flight, and one image that was drawn: `launch.outcome` looks for it."""
         assert self._fd is not None
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, 0)
         self._num_bytes = 0
-        self._write("".join([last, *self._in_flight.values()]))
+        self._write("".join([self._drawn, *self._in_flight.values()]))
 
     @contextmanager
     def during(self, flight: Flight) -> Iterator[None]:
         """Inside, an image is in flight."""
         self.begin(flight)
         yield
-        self.end(flight.key)
+        self.end(flight.key, is_drawn=False)
 
     def _write(self, lines: str) -> None:
         if self._fd is not None:
@@ -296,7 +301,7 @@ def _in_flight(log: Path) -> list[Flight]:
     open_images: dict[ImageKey, Flight] = {}
     for match in filter(None, map(_ENTRY.fullmatch, lines)):
         row, image_index = int(match[2]), int(match[3])
-        if match[1] == b"-":
+        if match[1] != b"+":
             open_images.pop((row, image_index), None)
         elif match[4] is not None:
             open_images[row, image_index] = Flight(

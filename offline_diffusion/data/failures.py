@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping
 from offline_diffusion.data.heartbeat import read_heartbeats
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
-from offline_diffusion.data.process import is_known_dead
 from offline_diffusion.progress import Counts
 
 LOOK_INTERVAL_S = 5.0
@@ -61,10 +60,11 @@ class FailuresElsewhere:
         return self._counts
 
     def _read_signs(self) -> None:
+        now = time.time()  # of this machine: for who is long dead, or was of another boot, that does
         self._at_others = {
             index: Counts(shard.num_ok, shard.num_failed)
             for beat in read_heartbeats(self._ledger.out)
-            if beat.state == "running" and beat.worker != self._worker and not is_known_dead(beat.process)
+            if beat.worker != self._worker and beat.alive(now)
             for index, shard in beat.shards.items()
         }
 

@@ -15,7 +15,7 @@ from offline_diffusion.data.files import replace_file, to_json
 from offline_diffusion.data.layout import SCRATCH, TASKS
 from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
 from offline_diffusion.data.state_files import FolderFiles, StateFiles
-from offline_diffusion.errors import JobError, OffdiffError
+from offline_diffusion.errors import OffdiffError
 
 INTERVAL_S = 2.0
 STALE_S = 30.0
@@ -118,7 +118,7 @@ def _read(files: StateFiles, path: str) -> Heartbeat | None:
         shards = {int(index): OpenShard(**counts) for index, counts in values.pop("shards").items()}
         process = ProcessId(**values.pop("process", {}))
         return Heartbeat(shards=shards, process=process, **values)
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, JobError):
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, OffdiffError):
         return None
 
 

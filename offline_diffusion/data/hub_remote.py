@@ -64,7 +64,7 @@ class HubRemote(Remote):
     def unpark(self, _: str) -> None:
         pass
 
-    def drop_parked(self, _: str = "") -> None:
+    def drop_parked(self, *_: object) -> None:
         pass
 
 

@@ -307,6 +307,11 @@ class Ledger:
             for stem in {staged.stem for staged in staged_folders(self.publications.staged)} & mine.keys():
                 self.publications.roll_forward(mine[stem])  # its winner may be at it
 
+    def _is_over(self, stem: str) -> bool:
+        """Whether nothing of a shard will be made again, unless it breaks."""
+        marker = self.marker(self.shards[int(stem.split("-")[1])])
+        return marker is not None and not marker.has_failures
+
     def finish(self) -> bool:
         """When every shard is published, drops what earlier manifests left.
 
@@ -320,7 +325,7 @@ class Ledger:
             shutil.rmtree(folder, ignore_errors=True)
         if self.remote is not None:
             self.publications.roll_forward()
-            self.remote.drop_parked()
+            self.remote.drop_parked(self._is_over)
         return True
 
 

@@ -11,7 +11,7 @@ import abc
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,8 +96,8 @@ class Remote(abc.ABC):
         """Gets what other machines have made of a shard, as far as they could park it."""
 
     @abc.abstractmethod
-    def drop_parked(self, stem: str = "") -> None:
-        """Deletes what is parked of a published shard, or of all."""
+    def drop_parked(self, is_over: Callable[[str], bool]) -> None:
+        """Deletes what is parked of shards, by stem, that are published."""
 
     def take(self, identity: JobIdentity) -> None:
         """Makes the working folder one of the job that is there; where there is none, of a new one.

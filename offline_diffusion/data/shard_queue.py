@@ -24,9 +24,6 @@ from offline_diffusion.data.partial import newest_generation
 LOOK_INTERVAL_S = 1.0
 """Between two looks at the shards of other workers."""
 
-ANY = sys.maxsize
-"""Above every generation."""
-
 PARK_S = 20.0
 """A job that is asked to stop spends no more on leaving its work for other machines."""
 
@@ -150,7 +147,9 @@ class ShardQueue:
             for stem, index in idle.items()
             if index in published and published[index].has_failures
         }
-        old = [path for path in leftovers if generation_of(path) <= published_by.get(stem_of(path), ANY)]
+        old = [
+            path for path in leftovers if generation_of(path) <= published_by.get(stem_of(path), sys.maxsize)
+        ]
         self._ledger.clear_leftovers([shards[index] for index in idle.values()], old)
 
     def _is_gone(self, staged: StagedFolder) -> bool:
@@ -247,7 +246,9 @@ class ShardQueue:
             return None
         claimed = newest[index].generation if index in newest else -1
         # Above those too whose claims are gone, but not what they have made.
-        return max(claimed, newest_generation(self._ledger.partials, self._ledger.shards[index].stem)) + 1
+        made = newest_generation(self._ledger.partials, self._ledger.shards[index].stem)
+        published = self._todo.get(index)
+        return max(claimed, made, -1 if published is None else published.generation) + 1
 
     def _judge(self, index: int, newest: Mapping[int, Newest]) -> Verdict:
         """What is known of a shard's owner; where it has none or was let go, ``dead``."""

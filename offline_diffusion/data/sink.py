@@ -35,6 +35,9 @@ from offline_diffusion.stages import NO_STAGES, Stages, in_stage
 MAX_PENDING_BYTES = 512 * 2**20
 """Most bytes of pixels that wait to be encoded and written."""
 
+MAX_PUBLISHING = 4
+"""Most shards that wait to be uploaded: they lie on the disk."""
+
 RATE_WINDOW_S = 60.0
 
 
@@ -77,7 +80,8 @@ class Sink:
         self._tables_seen: set[str] = set()
         self._room = threading.Condition()  # guards everything below
         self._progress = SinkProgress()
-        self._pending_bytes = 0
+        self._pending_bytes = self._num_publishing = 0
+        self._is_abandoned = False
         self._error: BaseException | None = None
         self._error_raised = False
         self._finished_at: deque[float] = deque()
@@ -148,6 +152,7 @@ class Sink:
             )
         self._count(num_recovered=len(finished))
         if writer.complete:
+            self._patience.do(writer.sync)
             self._begin_publishing(writer)
         return finished
 
@@ -191,6 +196,10 @@ class Sink:
         """Whether a shard is still made or published here; any thread may ask."""
         return shard_index in self._open
 
+    def abandon(self) -> None:
+        """The job stops early: no upload is begun any more."""
+        self._is_abandoned = True
+
     def drain(self) -> None:
         """Waits until everything handed in is written and survives a power loss.
 
@@ -214,6 +223,7 @@ class Sink:
         if self._stopped.is_set():
             return
         if abandon:
+            self.abandon()
             self._patience.end()
         self._settle()
         self._stopped.set()
@@ -252,7 +262,9 @@ class Sink:
     def _admit(self, num_bytes: int) -> None:
         def has_room() -> bool:
             pending, total = self._progress.num_pending, self._pending_bytes + num_bytes
-            return pending == 0 or (pending < self._max_pending and total <= MAX_PENDING_BYTES)
+            is_behind = self._num_publishing > MAX_PUBLISHING
+            is_full = pending >= self._max_pending or total > MAX_PENDING_BYTES
+            return pending == 0 or not (is_full or is_behind)
 
         with self._room:
             self._room.wait_for(lambda: self._error is not None or has_room())
@@ -318,16 +330,23 @@ class Sink:
             self._finished_at.append(time.monotonic())
         self._count(num_ok=is_ok, num_failed=not is_ok)
         if writer.complete:
+            self._patience.do(writer.sync)
             self._begin_publishing(writer)
 
     def _begin_publishing(self, writer: ShardWriter) -> None:
         """Uploads have a thread of their own: other images are not durable until they are written."""
-        self._count(num_pending=1)
         threads = self._writer if self._ledger.remote is None else self._publisher
+        with self._room:
+            self._num_publishing += 1
+            self._count(num_pending=1)
         threads.submit(self._guarded, lambda: self._publish(writer), 0)
 
     @in_stage("publish")
     def _publish(self, writer: ShardWriter) -> None:
+        with self._room:
+            self._num_publishing -= 1
+        if self._is_abandoned and self._ledger.remote is not None:
+            return  # it is uploaded when the job goes on: its partials are whole
         try:
             marker = self._patience.do(writer.publish)
         except ShardLostError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,10 +91,10 @@ class StagedRemote(Remote):
                 if name.startswith(f"{stem}.") and not target.exists():
                     self._download(f"{self._parked(folder)}/{name}", target)
 
-    def drop_parked(self, stem: str = "") -> None:
+    def drop_parked(self, is_over: Callable[[str], bool]) -> None:
         for folder in UNFINISHED:
             for name in self.storage.names(self._parked(folder)):
-                if name.startswith(f"{stem}." if stem else ""):
+                if is_over(name.split(".")[0]):
                     self.storage.remove(f"{self._parked(folder)}/{name}")
 
     def _parked(self, folder: str) -> str:
@@ -150,7 +150,7 @@ class StagedPublications(RemotePublications):
             for path in self.surplus(staged, marker):
                 storage.remove(path)
         storage.remove_folder(f"{STAGED}/{staged.path.name}")
-        self.remote.drop_parked(staged.stem)
+        self.remote.drop_parked(lambda stem: stem == staged.stem)
         for here in (staged, *self._others(staged)):
             move_away(here.path, self.scratch)
 

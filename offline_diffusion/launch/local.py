@@ -40,7 +40,7 @@ from offline_diffusion.launch.worker import Event, spawn_options
 from offline_diffusion.preparation import ledger_of
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
 from offline_diffusion.summary import JobSummary, summary_of_workers
-from offline_diffusion.time_limit import TimeLimit
+from offline_diffusion.time_limit import REASON, TimeLimit
 
 POLL_S = 0.25
 
@@ -156,9 +156,7 @@ class Worker(Record):
     def last_words(self, cause: str) -> LastWords:
         """What its last life left, once it has died; ``cause`` as of `outcome.last_words`."""
         assert self.process is not None
-        words = last_words(self.config.folder, socket.gethostname(), self.process.pid, cause)
-        has_told = self.progress.num_done > self.progress.num_resumed
-        return words._replace(has_drawn=words.has_drawn or has_told)
+        return last_words(self.config.folder, socket.gethostname(), self.process.pid, cause)
 
     def end_of(self) -> str:
         """How the last life ended, once it did."""
@@ -213,6 +211,14 @@ class Supervisor:
         limit = configs[0].time_limit
         self._deadline = None if limit is None else started + limit
 
+    @property
+    def why_stopped(self) -> str | None:
+        """Why no worker may begin any more; None while they may."""
+        if self._stop.requests:
+            return self._stop.why
+        is_late = self._deadline is not None and time.monotonic() >= self._deadline
+        return REASON if is_late else None
+
     def run(self) -> list[dict[str, Any]]:
         """Runs all workers to their ends, and one of them again for what others that kept dying left.
 
@@ -224,7 +230,7 @@ class Supervisor:
         """
         try:
             self._run(self.workers)
-            helper = None if self._stop.requests else helper_of(self.workers)
+            helper = None if self.why_stopped else helper_of(self.workers)
             if helper is not None and not self._is_finished():
                 self._say(f"{helper.name} is started again for what others left")
                 self._run([helper])
@@ -232,7 +238,7 @@ class Supervisor:
                     forgive(self.workers)
         finally:
             self._kill_all()
-        why = self._stop.why if self._stop.requests else None
+        why = self.why_stopped
         has_error = any(worker.error is not None for worker in self.workers)
         is_finished = (has_error or why is not None) and self._is_finished()
         return summaries_of(self.workers, is_finished=is_finished, why_stopped=why)
@@ -283,7 +289,7 @@ class Supervisor:
                 worker.process.kill()
 
     def _all_are_useless(self, now: float) -> bool:
-        """Asked twice to stop, or frozen, or silent when all is done.
+        """Asked twice to stop, or frozen, or silent when all is done, be it only their own part.
 
         While one of them is at work it takes over what a frozen one holds.
         """
@@ -291,8 +297,9 @@ class Supervisor:
             return True
         if all(worker.process is not None and is_stopped(worker.process.pid) for worker in self._alive):
             return True
-        are_silent = all(now - worker.heard_at > SILENCE_S for worker in self._alive)
-        return are_silent and self._is_finished()
+        if not all(now - worker.heard_at > SILENCE_S for worker in self._alive):
+            return False
+        return all(worker.has_ended_well for worker in self._alive) or self._is_finished()
 
     def _take(self, worker: Worker, event: Event | None) -> None:
         worker.heard_at = time.monotonic()
@@ -319,7 +326,7 @@ class Supervisor:
             how, cause = "SIGKILL for want of memory", CAUSE
         if worker.error is not None:
             self._on_error(worker.name, worker.error)
-        elif self._stop.requests:
+        elif self.why_stopped is not None:
             self._say(f"{worker.name} died of {how}")
         elif worker.may_live_again(worker.last_words(cause)):
             self._say(f"{worker.name} died of {how}: started again")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from offline_diffusion.config import JobConfig
-from offline_diffusion.data.deaths import give_cause, record_death
+from offline_diffusion.data.deaths import DRAWN, give_cause, record_death
 from offline_diffusion.data.files import read_json
 from offline_diffusion.data.layout import DEATHS, FLIGHTS
 from offline_diffusion.data.quick_check import find_broken
@@ -71,7 +71,7 @@ def last_words(out: Path, host: str, pid: int, cause: str = "") -> LastWords:
     has_drawn = False
     for log in (out / FLIGHTS).glob(f"{start}*.log"):
         try:
-            has_drawn |= any(line.startswith(b"-") for line in log.read_bytes().splitlines())
+            has_drawn |= any(line.startswith(DRAWN.encode()) for line in log.read_bytes().splitlines())
         except FileNotFoundError:  # whoever takes its shard over is quicker
             continue
         with contextlib.suppress(

@@ -124,9 +124,7 @@ class Worker(Record):
 
     def last_words(self, out: Path) -> LastWords:
         """What its last life left, once it has died."""
-        words = LastWords(False, False) if self.place is None else last_words(out, *self.place)
-        has_told = self.progress is not None and self.progress.num_done > self.progress.num_resumed
-        return words._replace(has_drawn=words.has_drawn or has_told)
+        return LastWords(False, False) if self.place is None else last_words(out, *self.place)
 
 
 class Driver:

@@ -40,6 +40,7 @@ from output_fakes import (
 from offline_diffusion.data import tables
 from offline_diffusion.data.adoption import published_records
 from offline_diffusion.data.card import write_card
+from offline_diffusion.data.layout import staged_file
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.partial import partial_paths, scan_partials
 from offline_diffusion.data.publication import ShardLostError
@@ -350,8 +351,12 @@ def durable(out: Path) -> set[tuple[int, int]]:
     keys: set[tuple[int, int]] = set()
     for shard in ledger.shards if (out / "job.json").exists() else []:
         keys |= {record.key for _, record in scan_partials(partial_paths(ledger.partials, shard.stem))}
-        if ledger.marker(shard) is not None:
-            table = pq.read_table(out / "images" / f"{shard.stem}.parquet", columns=["row", "image_index"])
+        if (marker := ledger.marker(shard)) is not None:
+            path = out / "images" / f"{shard.stem}.parquet"
+            staged = staged_file(ledger.publications.staged / str(marker.staged), f"images/{path.name}")
+            table = pq.read_table(
+                staged if staged.exists() else path, columns=["row", "image_index"]
+            )  # killed before it was moved
             keys |= {(row["row"], row["image_index"]) for row in table.to_pylist()}
     return keys
 
