@@ -309,6 +309,7 @@ class Feed:
                 )
                 self.sink.submit(shard.index, image, output)
                 self.tally.num_failed += 1
+                self.tally.num_set_aside += 1
             elif suspicion.isolate:
                 self._suspects.append((opened, image))
             else:

@@ -55,6 +55,7 @@ class Progress:
     num_done: int = 0
     num_failed: int = 0
     num_resumed: int = 0
+    num_set_aside: int = 0
     work_done: float = 0.0
     work_total: float = 0.0
     images_per_s: float = 0.0
@@ -63,6 +64,11 @@ class Progress:
     num_running: int = 0
     num_waiting: int = 0
     num_rows_scanned: int = 0
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether this run has handed out an image that it had to draw."""
+        return self.num_done > self.num_resumed + self.num_set_aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,7 @@ class Tally:
     Args:
         num_rows: Rows of the shards this run is to do.
         num_ok, num_failed: Images finished in this run.
+        num_set_aside: Of the failed those that were not tried, since they kill the process.
         num_faults: Quarantined rows met in this run.
         num_resumed: Images of opened shards that were there already.
         num_failed_before: Of these those that had failed.
@@ -103,6 +110,7 @@ class Tally:
     num_rows: int = 0
     num_ok: int = 0
     num_failed: int = 0
+    num_set_aside: int = 0
     num_faults: int = 0
     num_resumed: int = 0
     num_failed_before: int = 0
@@ -138,6 +146,7 @@ class Tally:
             num_done=self.num_finished + self.num_resumed,
             num_failed=self.num_failed,
             num_resumed=self.num_resumed,
+            num_set_aside=self.num_set_aside,
             work_done=self.work_done,
             work_total=work_total,
             images_per_s=self.images_per_s,

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,7 +25,7 @@ from offline_diffusion.data.record import make_record
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
 from offline_diffusion.data.shard_images import ImageKeys, ShardImages
 from offline_diffusion.data.shard_writer import ShardWriter
-from offline_diffusion.data.sink_progress import SinkProgress
+from offline_diffusion.data.sink_progress import RecentRate, SinkProgress
 from offline_diffusion.errors import DiskFullError, JobError
 from offline_diffusion.request import RequestOutput
 from offline_diffusion.stages import NO_STAGES, Stages, in_stage
@@ -37,8 +35,6 @@ MAX_PENDING_BYTES = 512 * 2**20
 
 MAX_PUBLISHING = 4
 """Most shards that wait to be uploaded: they lie on the disk."""
-
-RATE_WINDOW_S = 60.0
 
 
 class Sink:
@@ -84,7 +80,7 @@ class Sink:
         self._is_abandoned = False
         self._error: BaseException | None = None
         self._error_raised = False
-        self._finished_at: deque[float] = deque()
+        self._rate = RecentRate()
         self._encoders = ThreadPoolExecutor(num_threads, thread_name_prefix="offdiff-encode")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offdiff-write")
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="offdiff-publish")
@@ -327,7 +323,7 @@ class Sink:
             shard = self._heartbeat.shards[writer.shard.index]
             shard.num_ok += is_ok
             shard.num_failed += not is_ok
-            self._finished_at.append(time.monotonic())
+            self._rate.count()
         self._count(num_ok=is_ok, num_failed=not is_ok)
         if writer.complete:
             self._patience.do(writer.sync)
@@ -396,11 +392,8 @@ class Sink:
 
     def _beat(self) -> None:
         with self._room:
-            now, beat = time.monotonic(), self._heartbeat
-            while self._finished_at and self._finished_at[0] < now - RATE_WINDOW_S:
-                self._finished_at.popleft()
-            elapsed = min(RATE_WINDOW_S, max(1e-3, time.time() - beat.started_at))
-            beat.images_per_s = len(self._finished_at) / elapsed
+            beat = self._heartbeat
+            beat.images_per_s = self._rate.per_s
             beat.num_ok, beat.num_failed = self._progress.num_ok, self._progress.num_failed
             snapshot = replace(beat, shards=dict(beat.shards))
         self._ledger.beat(snapshot)

@@ -156,7 +156,8 @@ class Worker(Record):
     def last_words(self, cause: str) -> LastWords:
         """What its last life left, once it has died; ``cause`` as of `outcome.last_words`."""
         assert self.process is not None
-        return last_words(self.config.folder, socket.gethostname(), self.process.pid, cause)
+        words = last_words(self.config.folder, socket.gethostname(), self.process.pid, cause)
+        return words._replace(has_drawn=words.has_drawn or self.progress.has_drawn)
 
     def end_of(self) -> str:
         """How the last life ended, once it did."""

@@ -124,7 +124,9 @@ class Worker(Record):
 
     def last_words(self, out: Path) -> LastWords:
         """What its last life left, once it has died."""
-        return LastWords(False, False) if self.place is None else last_words(out, *self.place)
+        words = LastWords(False, False) if self.place is None else last_words(out, *self.place)
+        has_told = self.progress is not None and self.progress.has_drawn
+        return words._replace(has_drawn=words.has_drawn or has_told)
 
 
 class Driver:
