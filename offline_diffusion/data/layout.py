@@ -137,3 +137,14 @@ def staged_of(staged: Path, names: Iterable[str]) -> list[StagedFolder]:
 def staged_file(folder: Path, path: str) -> Path:
     """Where a file lies in a staged folder that will be published as ``path``."""
     return folder / path.replace("/", ".")
+
+
+def stem_of(name: str) -> str:
+    """The shard that a file of its owner is of, by the file's name."""
+    return name.split(".", maxsplit=1)[0]
+
+
+def generation_of(name: str) -> int:
+    """The owner of a shard that has made a file, by the file's name; -1 where that does not tell."""
+    match = re.search(r"\.(\d{6,})[.-]", name)
+    return int(match[1]) if match else -1

@@ -34,6 +34,7 @@ from offline_diffusion.data.layout import (
     Shards,
     make_shards,
     staged_folders,
+    stem_of,
 )
 from offline_diffusion.data.manifest_change import change_manifest, finish_change, superseded_folders
 from offline_diffusion.data.marker import Marker, marker_from_tables
@@ -307,9 +308,9 @@ class Ledger:
             for stem in {staged.stem for staged in staged_folders(self.publications.staged)} & mine.keys():
                 self.publications.roll_forward(mine[stem])  # its winner may be at it
 
-    def _is_over(self, stem: str) -> bool:
-        """Whether nothing of a shard will be made again, unless it breaks."""
-        marker = self.marker(self.shards[int(stem.split("-")[1])])
+    def _is_over(self, name: str) -> bool:
+        """Whether a file is of a shard of which nothing will be made again, unless it breaks."""
+        marker = self.marker(self.shards[int(stem_of(name).split("-")[1])])
         return marker is not None and not marker.has_failures
 
     def finish(self) -> bool:

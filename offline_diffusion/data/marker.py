@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from offline_diffusion.data.files import read_json
-from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, TABLES, Shard, table_files
+from offline_diffusion.data.layout import FAILURES, IMAGES, METRICS, TABLES, Shard, generation_of, table_files
 from offline_diffusion.data.schemas import INVALID_ROW
 from offline_diffusion.errors import JobError
 
@@ -64,8 +63,7 @@ class Marker:
     @property
     def generation(self) -> int:
         """Of the owner of the shard that published it; -1 where that is not known."""
-        match = re.search(r"\.(\d{6,})-[0-9a-f]+$", self.staged or "")
-        return int(match[1]) if match else -1
+        return generation_of(self.staged or "")
 
     @property
     def has_failures(self) -> bool:

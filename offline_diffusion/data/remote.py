@@ -97,7 +97,7 @@ class Remote(abc.ABC):
 
     @abc.abstractmethod
     def drop_parked(self, is_over: Callable[[str], bool]) -> None:
-        """Deletes what is parked of shards, by stem, that are published."""
+        """Deletes files that are parked, by name, where nobody will go on with them."""
 
     def take(self, identity: JobIdentity) -> None:
         """Makes the working folder one of the job that is there; where there is none, of a new one.

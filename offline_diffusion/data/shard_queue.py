@@ -5,18 +5,16 @@ All workers of an output folder draw from what is the same queue: claims (`claim
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import NamedTuple
 
 from offline_diffusion.data.claims import Claims, Newest, OwnerWatch, Verdict
 from offline_diffusion.data.deaths import record_death
-from offline_diffusion.data.layout import Shard, StagedFolder
+from offline_diffusion.data.layout import Shard, StagedFolder, generation_of, stem_of
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.partial import newest_generation
@@ -148,7 +146,9 @@ class ShardQueue:
             if index in published and published[index].has_failures
         }
         old = [
-            path for path in leftovers if generation_of(path) <= published_by.get(stem_of(path), sys.maxsize)
+            path
+            for path in leftovers
+            if generation_of(path.name) <= published_by.get(stem_of(path.name), sys.maxsize)
         ]
         self._ledger.clear_leftovers([shards[index] for index in idle.values()], old)
 
@@ -276,17 +276,6 @@ class ShardQueue:
         found = next(filter(None, claims), None)
         self._next_look = self._clock() + LOOK_INTERVAL_S  # not where there was no space for a claim
         return found
-
-
-def stem_of(path: Path) -> str:
-    """The shard that a file of its owner is of."""
-    return path.name.split(".")[0]
-
-
-def generation_of(path: Path) -> int:
-    """The owner of a shard that has made a file, by its name; -1 where that does not tell."""
-    match = re.search(r"\.(\d{6,})[.-]", path.name)
-    return int(match[1]) if match else -1
 
 
 def claims_of(ledger: Ledger, *, worker: str, task: int) -> Claims:

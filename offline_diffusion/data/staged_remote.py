@@ -24,9 +24,11 @@ from offline_diffusion.data.layout import (
     TASKS,
     Shard,
     StagedFolder,
+    generation_of,
     publication_name,
     staged_file,
     staged_of,
+    stem_of,
 )
 from offline_diffusion.data.marker import Marker, PublishedFile
 from offline_diffusion.data.publication import MARKER_FILE, Publications
@@ -94,7 +96,7 @@ class StagedRemote(Remote):
     def drop_parked(self, is_over: Callable[[str], bool]) -> None:
         for folder in UNFINISHED:
             for name in self.storage.names(self._parked(folder)):
-                if is_over(name.split(".")[0]):
+                if is_over(name):
                     self.storage.remove(f"{self._parked(folder)}/{name}")
 
     def _parked(self, folder: str) -> str:
@@ -150,7 +152,9 @@ class StagedPublications(RemotePublications):
             for path in self.surplus(staged, marker):
                 storage.remove(path)
         storage.remove_folder(f"{STAGED}/{staged.path.name}")
-        self.remote.drop_parked(lambda stem: stem == staged.stem)
+        self.remote.drop_parked(
+            lambda name: stem_of(name) == staged.stem and generation_of(name) <= staged.generation
+        )
         for here in (staged, *self._others(staged)):
             move_away(here.path, self.scratch)
 

@@ -44,7 +44,9 @@ class Storage(RemoteFolder):
         super().__init__(url, **options)
         self._fs, self._root = _file_system(self.url)
         # In one piece: for several, its size would have to be asked for first.
-        self._in_one = {"max_concurrency": 1} if self.url.split("://", maxsplit=1)[0] in _S3 else {}
+        protocol = self.url.split("://", maxsplit=1)[0]
+        self._in_one = {"max_concurrency": 1} if protocol in _S3 else {}
+        self._has_folders = protocol not in _EXTRAS
 
     def names(self, folder: str) -> dict[str, int]:
         return {name: entry["size"] or 0 for name, entry in self._list(folder) if entry["type"] == "file"}
@@ -105,6 +107,9 @@ class Storage(RemoteFolder):
         """Deletes the files of a folder, one by one: of many at once some may be left without a word."""
         for name in self.names(path):
             self.remove(f"{path}/{name}")
+        if self._has_folders:
+            with contextlib.suppress(Exception):  # each file system has errors of its own
+                self._fs.rmdir(self._full(path))
 
     def upload(self, source: Path, path: str) -> None:
         """Writes a local file, in parts where it is large.

@@ -25,6 +25,7 @@ from offline_diffusion.data.deaths import (
 from offline_diffusion.data.heartbeat import Heartbeat, write_heartbeat
 from offline_diffusion.data.layout import DEATHS, FLIGHTS, SCRATCH
 from offline_diffusion.data.process import ProcessId, this_process
+from offline_diffusion.launch.outcome import LastWords, last_words
 
 Image = tuple[int, int]
 
@@ -249,3 +250,21 @@ def test_a_long_life_leaves_a_short_log(out: Path, monkeypatch: pytest.MonkeyPat
     os.close(log._fd or 0)
     assert record_death(out, "w")
     assert set(suspects(out)) == {(7, 0)}
+
+
+def test_only_an_image_handed_out_counts_as_drawn(out: Path) -> None:
+    """Catches a device at fault that is never given up, since each of its lives is handed some images."""
+    worker = "here:7:0123abcd"
+    log = FlightLog(out, worker)
+    with log.during(flight((1, 0))):
+        pass
+    log.begin(flight((2, 0)))
+    log.end((2, 0), is_drawn=False)
+    log.begin(flight((3, 0)))
+    os.close(log._fd or 0)
+    assert last_words(out, "here", 7) == LastWords(has_drawn=False, has_convicted=False)
+    log = FlightLog(out, worker)
+    log.begin(flight((3, 0)))
+    log.end((3, 0))
+    os.close(log._fd or 0)
+    assert last_words(out, "here", 7).has_drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from output_fakes import make_rows, open_ledger, run_job
 
 from offline_diffusion.data import failures, publication
 from offline_diffusion.data.failures import FailuresElsewhere
-from offline_diffusion.data.heartbeat import Heartbeat, OpenShard, write_heartbeat
+from offline_diffusion.data.heartbeat import Heartbeat, OpenShard, heartbeat_path, write_heartbeat
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.process import ProcessId, this_process
 from offline_diffusion.progress import Counts
@@ -89,3 +90,14 @@ def test_looks_are_seldom_and_read_a_marker_once(ledger: Ledger, monkeypatch: py
         clock.now += 0.1
     assert looks == pytest.approx([0.0, 50.0, 100.0, 150.0], abs=0.2), "a look of 1 s every 50 s"
     assert len(read) == 6
+
+
+def test_a_sign_that_is_old_or_of_another_boot_does_not_count(ledger: Ledger, tmp_path: Path) -> None:
+    """Its process cannot be asked for; what it made is counted again by who takes its shard over."""
+    elsewhere = ProcessId(host="h", boot_id="another", pid_namespace="p", pid=1, started="1")
+    beat(ledger, "gone", {0: (1, 7)}, process=elsewhere)
+    path = heartbeat_path(ledger.out, 0, "gone")
+    assert FailuresElsewhere(ledger, "me", NEW).count([]) == Counts(1, 7, 0), "it may be at work"
+    sign = json.loads(path.read_text())
+    path.write_text(json.dumps(sign | {"updated_at": sign["updated_at"] - 3600}))
+    assert FailuresElsewhere(ledger, "me", NEW).count([]) == Counts()

@@ -13,7 +13,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from output_fakes import contents, make_identity, make_rows, run_job
+from output_fakes import all_images, contents, make_identity, make_output, make_rows, run_job
 from s3_server import BUCKET, Fault, S3Request, S3Server
 
 from offline_diffusion.config import make_job_config
@@ -23,6 +23,7 @@ from offline_diffusion.data.heartbeat import Heartbeat
 from offline_diffusion.data.ledger import Ledger, open_to_read
 from offline_diffusion.data.quick_check import find_broken
 from offline_diffusion.data.shard_queue import ShardQueue
+from offline_diffusion.data.sink import Sink
 from offline_diffusion.data.staged_remote import StagedPublications
 from offline_diffusion.data.status import read_status
 from offline_diffusion.data.storage import Storage
@@ -278,10 +279,6 @@ def test_machines_share_nothing_but_the_storage_and_keep_apart(s3: S3Server, tmp
 def test_what_a_stopped_machine_has_made_another_one_goes_on_with(
     s3: S3Server, tmp_path: Path, whole: Path
 ) -> None:
-    from output_fakes import all_images, make_output
-
-    from offline_diffusion.data.sink import Sink
-
     ledger = open_job(tmp_path / "a")
     queue = queue_of(ledger, "a", [0, 1])
     claimed = queue.take()
@@ -493,3 +490,51 @@ def test_a_lost_answer_to_an_upload_in_parts_is_no_end(
 def test_urls_that_would_be_patterns_or_no_place_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="out: must be"):
         make_job_config({"manifests": "a.jsonl", "out": url})
+
+
+def test_a_stopped_retry_is_gone_on_with_elsewhere(s3: S3Server, tmp_path: Path) -> None:
+    """All shards are published then, yet what is parked of this one is needed."""
+    rows = make_rows(6, images=2)
+    run_job(open_job(tmp_path / "a"), rows, failing={(0, 0): "nan", (0, 1): "nan"})
+    ledger = open_job(tmp_path / "a")
+    marker = ledger.marker(ledger.shards[0])
+    assert marker is not None
+    name = f"shard-00000.{marker.generation + 1:06d}-0123abcd.arrows"
+    (ledger.partials / name).touch()
+    ledger.park(ledger.shards[0], until=time.monotonic() + 10)
+    (ledger.partials / "shard-00001.000009-0123abcd.arrows").touch()
+    ledger.park(ledger.shards[1], until=time.monotonic() + 10)
+    ledger.finish()
+    parked = [key.split("/")[-1] for key in s3.keys("job") if key.startswith("_state/parked")]
+    assert parked == [name], "the other shard has nothing to retry"
+
+
+def test_a_stop_waits_for_the_upload_at_work_and_for_no_other(s3: S3Server, tmp_path: Path) -> None:
+    began, goes_on = threading.Event(), threading.Event()
+
+    def slow(request: S3Request) -> Fault | None:
+        if request.verb == "PUT" and "staged/shard-00000" in request.key:
+            began.set()
+            goes_on.wait(10)
+        return None
+
+    s3.fault = slow
+    ledger = open_job(tmp_path)
+    sink = Sink(ledger)
+    for shard in ledger.shards:
+        sink.open_shard(shard, ROWS[shard.start : shard.stop])
+    for image in all_images(ROWS):
+        sink.submit(image.row // 3, image, make_output(image))
+    assert began.wait(10)
+    deadline = time.monotonic() + 10
+    while len(sink.finished(1) or ()) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(sink.finished(1) or ()) == 4, "images of the second shard are written during the upload"
+    assert all(writer._partial._synced for writer in sink._open.values()), "and survive a power loss"
+    sink.abandon()
+    goes_on.set()
+    sink.close(abandon=True)
+    assert [key for key in s3.keys("job") if "shards/" in key] == ["_state/shards/shard-00000.json"]
+    drawn: list[tuple[int, int]] = []
+    run_job(open_job(tmp_path), ROWS, drawn=drawn)
+    assert drawn == []

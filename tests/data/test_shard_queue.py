@@ -373,3 +373,11 @@ def test_what_the_publisher_left_goes_also_where_something_failed(ledger: Ledger
     later = f"shard-00000.{marker.generation + 1:06d}"
     assert os.listdir(ledger.partials) == [f"{later}-0123abcd.arrows"]
     assert os.listdir(ledger.out / STEPS) == [f"{later}.safetensors"]
+
+
+def test_a_retry_is_of_a_later_owner_than_what_it_retries(ledger: Ledger) -> None:
+    """Claims and partials are gone by then: counted from 0 again, its work would be taken for leftovers."""
+    run_job(ledger, ROWS, failing={(0, 0): "nan"})
+    (marker,) = (marker for marker in ledger.markers().values() if marker.has_failures)
+    queue = queue_of(ledger, "a", [0], todo={0: marker})
+    assert queue.take() == (ledger.shards[0], marker.generation + 1)
