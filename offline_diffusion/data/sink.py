@@ -77,9 +77,8 @@ class Sink:
         self._room = threading.Condition()  # guards everything below
         self._progress = SinkProgress()
         self._pending_bytes = self._num_publishing = 0
-        self._is_abandoned = False
         self._error: BaseException | None = None
-        self._error_raised = False
+        self._error_raised = self._is_abandoned = False
         self._rate = RecentRate()
         self._encoders = ThreadPoolExecutor(num_threads, thread_name_prefix="offdiff-encode")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offdiff-write")
@@ -149,7 +148,7 @@ class Sink:
         self._count(num_recovered=len(finished))
         if writer.complete:
             self._patience.do(writer.sync)
-            self._begin_publishing(writer)
+            (self._publish if self._ledger.remote is None else self._begin_publishing)(writer)
         return finished
 
     def _adopt_published(self, writer: ShardWriter) -> None:
@@ -193,8 +192,9 @@ class Sink:
         return shard_index in self._open
 
     def abandon(self) -> None:
-        """The job stops early: no upload is begun any more."""
+        """The job stops early: no upload is begun any more, and no space waited for."""
         self._is_abandoned = True
+        self._patience.end()
 
     def drain(self) -> None:
         """Waits until everything handed in is written and survives a power loss.
@@ -220,7 +220,6 @@ class Sink:
             return
         if abandon:
             self.abandon()
-            self._patience.end()
         self._settle()
         self._stopped.set()
         self._beater.join()
@@ -258,9 +257,8 @@ class Sink:
     def _admit(self, num_bytes: int) -> None:
         def has_room() -> bool:
             pending, total = self._progress.num_pending, self._pending_bytes + num_bytes
-            is_behind = self._num_publishing > MAX_PUBLISHING
             is_full = pending >= self._max_pending or total > MAX_PENDING_BYTES
-            return pending == 0 or not (is_full or is_behind)
+            return pending == 0 or not (is_full or self._num_publishing > MAX_PUBLISHING)
 
         with self._room:
             self._room.wait_for(lambda: self._error is not None or has_room())
@@ -327,7 +325,7 @@ class Sink:
         self._count(num_ok=is_ok, num_failed=not is_ok)
         if writer.complete:
             self._patience.do(writer.sync)
-            self._begin_publishing(writer)
+            (self._publish if self._ledger.remote is None else self._begin_publishing)(writer)
 
     def _begin_publishing(self, writer: ShardWriter) -> None:
         """Uploads have a thread of their own: other images are not durable until they are written."""
@@ -335,14 +333,17 @@ class Sink:
         with self._room:
             self._num_publishing += 1
             self._count(num_pending=1)
-        threads.submit(self._guarded, lambda: self._publish(writer), 0)
+        threads.submit(self._guarded, lambda: self._publish_next(writer), 0)
+
+    def _publish_next(self, writer: ShardWriter) -> None:
+        """One that waited; not when the job stops, since its partials are whole: the next run does it."""
+        with self._room:
+            self._num_publishing -= 1
+        if not self._is_abandoned:
+            self._publish(writer)
 
     @in_stage("publish")
     def _publish(self, writer: ShardWriter) -> None:
-        with self._room:
-            self._num_publishing -= 1
-        if self._is_abandoned and self._ledger.remote is not None:
-            return  # it is uploaded when the job goes on: its partials are whole
         try:
             marker = self._patience.do(writer.publish)
         except ShardLostError:
