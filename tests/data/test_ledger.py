@@ -192,6 +192,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/ns/pid"), reason="nothing tells whose a pid is here")
 def test_what_a_killed_process_left_in_the_scratch_folder_goes_at_the_next_start(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 10, 4)
     command = [sys.executable, "-c", _LEAVE_SCRATCH, str(ledger.scratch)]
