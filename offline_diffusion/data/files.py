@@ -80,12 +80,11 @@ def drop_dead_scratch(scratch: Path) -> None:
 @functools.cache
 def _numbering() -> str:
     """Which numbering of processes a pid belongs to: of this boot and container; empty if unknown."""
-    here = ""
-    with contextlib.suppress(OSError):
-        here += Path("/proc/sys/kernel/random/boot_id").read_text()
-    with contextlib.suppress(OSError):
-        here += os.readlink("/proc/self/ns/pid")
-    return hashlib.sha256(here.encode()).hexdigest()[:8] if here else ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return hashlib.sha256((boot + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:8]
+    except OSError:
+        return ""
 
 
 def _runs(pid: int) -> bool:

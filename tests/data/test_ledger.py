@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from output_fakes import CARRIED, contents, make_rows, open_ledger, run_job
 
+from offline_diffusion.data.files import _numbering
 from offline_diffusion.data.ledger import Ledger, make_shards
 from offline_diffusion.errors import JobError, JobMismatchError
 
@@ -192,7 +193,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/ns/pid"), reason="nothing tells whose a pid is here")
+@pytest.mark.skipif(not _numbering(), reason="nothing tells whose a pid is here")
 def test_what_a_killed_process_left_in_the_scratch_folder_goes_at_the_next_start(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 10, 4)
     command = [sys.executable, "-c", _LEAVE_SCRATCH, str(ledger.scratch)]
