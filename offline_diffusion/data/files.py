@@ -79,10 +79,15 @@ def drop_dead_scratch(scratch: Path) -> None:
         owner = _SCRATCH_OWNER.search(name)
         if owner is None or owner[1] != pid_space() or is_running(int(owner[2])):
             continue
-        if (path := scratch / name).is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        delete(scratch / name)
+
+
+def delete(path: Path) -> None:
+    """Deletes a file or a whole folder, which may be gone already."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_scratch(scratch: Path, name: str, content: bytes, *, durable: bool = True) -> Path:

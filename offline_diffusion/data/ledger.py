@@ -14,6 +14,7 @@ from pathlib import Path
 from offline_diffusion.config import is_storage_url
 from offline_diffusion.data.files import (
     create_file,
+    delete,
     disk_errors,
     drop_dead_scratch,
     scratch_path,
@@ -304,7 +305,7 @@ class Ledger:
             for path in leftovers:
                 shard = mine.get(path.name.split(".")[0])
                 if shard is not None and (path.parent == self.scratch or shard.index in published):
-                    _remove(path)
+                    delete(path)
             for stem in {staged.stem for staged in staged_folders(self.publications.staged)} & mine.keys():
                 self.publications.roll_forward(mine[stem])  # its winner may be at it
 
@@ -347,10 +348,3 @@ def open_to_read(out: str) -> Iterator[Ledger]:
         ledger = Ledger(Path(folder), open_storage(out, give_up_after_s=READER_GIVES_UP_AFTER_S))
         ledger.pull()
         yield ledger
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

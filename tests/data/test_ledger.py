@@ -19,6 +19,7 @@ from offline_diffusion.data import publication
 from offline_diffusion.data.files import move_away
 from offline_diffusion.data.layout import staged_folders
 from offline_diffusion.data.ledger import Ledger, make_shards
+from offline_diffusion.data.process import pid_space
 from offline_diffusion.data.publication import Publications
 from offline_diffusion.data.verify import verify
 from offline_diffusion.errors import JobError, JobMismatchError
@@ -303,6 +304,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.skipif(not pid_space(), reason="nothing tells whose a pid is here")
 def test_what_a_killed_process_left_in_the_scratch_folder_goes_at_the_next_start(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 10, 4)
     command = [sys.executable, "-c", _LEAVE_SCRATCH, str(ledger.scratch)]
