@@ -351,16 +351,20 @@ class Supervisor:
 
 
 def joined(parts: Sequence[Progress]) -> Progress:
-    """The progress of several workers as one: that of the busiest phase, counts added up."""
+    """The progress of several workers as one: that of the busiest phase, counts added up.
+
+    Who still loads does not know its share of the images; it counts as the others do on average.
+    """
     order = ("scanning", "loading", "finishing", "running")
     phase = max((part.phase for part in parts), key=order.index)
     rates = sum(part.images_per_s for part in parts)
     left = sum(part.work_total - part.work_done for part in parts)
     speed = sum((p.work_total - p.work_done) / p.eta_s for p in parts if p.eta_s)
+    shares = [part.num_images for part in parts if part.phase in ("running", "finishing")]
     first = replace(parts[0], phase=phase)
     return replace(
         first,
-        num_images=sum(part.num_images for part in parts),
+        num_images=round(sum(shares) * len(parts) / max(1, len(shares))),
         num_done=sum(part.num_done for part in parts),
         num_failed=sum(part.num_failed for part in parts),
         num_resumed=sum(part.num_resumed for part in parts),

@@ -418,12 +418,12 @@ def test_garbage_on_standard_output_is_no_event(bench: Bench) -> None:
 
 def test_progress_adds_up() -> None:
     parts = [
-        Progress(phase="loading"),
+        Progress(phase="loading", num_images=1_000),
         Progress(phase="running", num_images=10, num_done=4, work_done=4, work_total=10, eta_s=6.0),
         Progress(phase="running", num_images=20, num_done=4, work_done=4, work_total=20, eta_s=8.0),
     ]
     whole = joined(parts)
-    assert (whole.phase, whole.num_images, whole.num_done) == ("running", 30, 8)
+    assert (whole.phase, whole.num_images, whole.num_done) == ("running", 45, 8)
     assert whole.eta_s == pytest.approx(22 / (6 / 6 + 16 / 8))
 
 
