@@ -119,33 +119,43 @@ class _Reporter:
 
 @contextmanager
 def _reporting(life: Life, board: Any, stop: StopFlag) -> Iterator[_Reporter]:
-    """Inside, tells the board every second and hears of stops there; of those so far before it begins."""
+    """Inside, tells the board every second and hears of stops there; of those so far before it begins.
+
+    All of it in a thread: Ray lends the CPU of a task that waits in its main thread to another task.
+    """
     ray = load_ray()
-    reporter, ended = _Reporter(), threading.Event()
+    reporter, begun, ended = _Reporter(), threading.Event(), threading.Event()
 
     def hear(stops: Sequence[str]) -> None:
         for why in stops[stop.requests :]:
             stop.request(why)
 
-    def report() -> None:
+    def begin() -> None:
         with suppress(ray.exceptions.RayError):  # the board is being started again
+            stops, left = ray.get(board.begin.remote(life, (socket.gethostname(), os.getpid())))
+            hear(stops)
+            reporter.seconds_left = left
+            if left is not None and left <= 0 and not stop.requests:
+                stop.request(REASON)
+
+    def report() -> None:
+        with suppress(ray.exceptions.RayError):
             hear(ray.get(board.report.remote(life, *reporter.news())))
 
-    def keep_reporting() -> None:
+    def talk() -> None:
+        try:
+            begin()
+        finally:
+            begun.set()
         while not ended.wait(POLL_S):
             report()
+        report()
 
-    with suppress(ray.exceptions.RayError):
-        stops, left = ray.get(board.begin.remote(life, (socket.gethostname(), os.getpid())))
-        hear(stops)
-        reporter.seconds_left = left
-        if left is not None and left <= 0 and not stop.requests:
-            stop.request(REASON)
-    thread = threading.Thread(target=keep_reporting, daemon=True)
+    thread = threading.Thread(target=talk, daemon=True)
     thread.start()
+    begun.wait()
     try:
         yield reporter
     finally:
         ended.set()
         thread.join()
-        report()
