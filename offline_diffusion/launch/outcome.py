@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
+from offline_diffusion import errors as every_error
 from offline_diffusion.config import JobConfig
 from offline_diffusion.data.deaths import DRAWN, give_cause, record_death
 from offline_diffusion.data.files import read_json
@@ -49,6 +50,14 @@ def error_of(error: OffdiffError) -> WorkerError:
     return WorkerError(
         kind=type(error).__name__, exit_code=error.exit_code, message=error.message, hint=error.hint
     )
+
+
+def error_from(told: WorkerError) -> OffdiffError:
+    """The error that a worker's process told of."""
+    kind = getattr(every_error, told["kind"], None)
+    if not (isinstance(kind, type) and issubclass(kind, OffdiffError)):
+        kind = JobError
+    return kind(told["message"], hint=told["hint"])
 
 
 class LastWords(NamedTuple):

@@ -1,7 +1,8 @@
 """A job on a Ray cluster: workers are tasks that draw shards from the folder's one queue.
 
-Ray places them, one a GPU, and waits for machines that come later. Tasks whose process or node is lost are
-submitted again by the driver, by the rules of `outcome`: Ray's own retries would not know who has drawn.
+The driver draws nothing and needs no GPU: what depends on one is found out by a task, too. Ray places
+tasks, one a GPU, and waits for machines that come later. Those whose process or node is lost are submitted
+again by the driver, by the rules of `outcome`: Ray's own retries would not know who has drawn.
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ from offline_diffusion.launch.outcome import (
     summaries_of,
     too_many_failures,
 )
-from offline_diffusion.launch.ray_task import POLL_S, Board, Life, Place, load_ray, work
+from offline_diffusion.launch.ray_cluster import Cluster, line_of
+from offline_diffusion.launch.ray_task import (
+    POLL_S,
+    Board,
+    Life,
+    Place,
+    load_ray,
+    prepare,
+    work,
+)
 from offline_diffusion.preparation import ledger_of
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
 from offline_diffusion.summary import JobSummary, summary_of_workers
@@ -39,6 +49,9 @@ from offline_diffusion.time_limit import REASON, TimeLimit
 BOARD_TIMEOUT_S = 10.0
 """How long the driver waits for the board before it goes on without news."""
 
+PREPARATION_RETRIES = 3
+"""How often Ray tries again when the process or node of the preparation is lost."""
+
 
 def run_on_ray(config: JobConfig, *, observer: Observer, say: Say, stop: StopFlag) -> JobSummary:
     """Runs a job on the cluster that ``RAY_ADDRESS`` names, else on one of this machine's own.
@@ -46,36 +59,40 @@ def run_on_ray(config: JobConfig, *, observer: Observer, say: Say, stop: StopFla
     As many workers run at a time as there are GPUs, or CPUs for a job on CPUs.
 
     Args:
-        config: The job; its output folder must be one that every node sees.
+        config: The job; manifest and output folder must be such that every node sees them.
         observer, say, stop: As of `job.run_task`, for all workers together.
 
     Raises:
         BackendError: Ray is not installed.
         UsageError: The manifest is standard input.
         JobError, JobInterrupted: See `summaries_of`.
+        OffdiffError: As of `job.prepare_job`.
     """
-    from offline_diffusion.job import prepare_job
-
     refuse_standard_input(config, "--launcher ray")
     ray = load_ray()
     started, limit = time.monotonic(), TimeLimit(config.time_limit)
-    own = with_absolute_paths(config.model_copy(update={"launcher": "local"}))
-    with limit.stopping(stop):
-        index = prepare_job(own, observer=observer, stop=stop, say=say)
+    own = as_workers_see_it(config)
     with _cluster(ray):
         resources = {"num_gpus": 1} if _on_gpu(ray, own) else {"num_cpus": 1}
         board = _board(ray)
-        task = ray.remote(max_retries=0, **resources)(work)
-        driver = Driver(
-            own,
+        cluster = Cluster(
             ray=ray,
-            submit=lambda options, life: task.remote(options, life, board),
             read_board=lambda *news: ray.get(board.read.remote(*news), timeout=BOARD_TIMEOUT_S),
-            resource="GPU" if "num_gpus" in resources else "CPU",
-            max_workers=max(1, -(-index.num_rows // own.shard_size)),
             observer=observer,
             say=say,
             stop=stop,
+        )
+        # Nothing is drawn twice by it, so here Ray may try again by itself.
+        first = ray.remote(max_retries=PREPARATION_RETRIES, **resources)(prepare)
+        with limit.stopping(stop):
+            found = cluster.prepare(first.remote(_options_of(own), board))
+        task = ray.remote(max_retries=0, **resources)(work)
+        driver = Driver(
+            own,
+            cluster,
+            submit=lambda options, life: task.remote(options, life, board),
+            resource="GPU" if "num_gpus" in resources else "CPU",
+            max_workers=max(1, -(-found["num_rows"] // own.shard_size)),
             started=started,
             is_finished=lambda: folder_is_finished(own),
         )
@@ -83,20 +100,26 @@ def run_on_ray(config: JobConfig, *, observer: Observer, say: Say, stop: StopFla
     seconds, stopped = time.monotonic() - started, driver.why_stopped is not None
     ledger = ledger_of(own)
     ledger.pull(signs=False)
-    return summary_of_workers(ledger, index.num_images, parts, seconds, stopped=stopped)
+    return summary_of_workers(ledger, found["num_images"], parts, seconds, stopped=stopped)
 
 
-def with_absolute_paths(config: JobConfig) -> JobConfig:
-    """With paths that name the same on every node; URLs and ids stay."""
+def as_workers_see_it(config: JobConfig) -> JobConfig:
+    """With paths that name the same on every node, and the one GPU that Ray shows to a task."""
     model = os.path.expanduser(config.model)
     return config.model_copy(
         update={
+            "launcher": "local",
+            "device": "cuda" if config.device.startswith("cuda") else config.device,
             "manifests": tuple(map(_absolute, config.manifests)),
             "out": Path(os.path.abspath(config.out)) if isinstance(config.out, Path) else config.out,
             "work_dir": config.work_dir and Path(os.path.abspath(config.work_dir)),
             "model": os.path.abspath(model) if os.path.isdir(model) else config.model,
         }
     )
+
+
+def _options_of(config: JobConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude_none=True)
 
 
 def _absolute(source: str) -> str:
@@ -134,12 +157,10 @@ class Driver:
 
     Args:
         config: The job.
-        ray: The library.
+        cluster: Where.
         submit: Submits a task with these options for a life, and returns its reference.
-        read_board: `Board.read` on the actor.
         resource: What a task takes one of: as many run at a time as the cluster has.
         max_workers: More would have nothing to do.
-        observer, say, stop: As of `job.run_task`, for all workers together.
         started: When the job began, on the monotonic clock; its time limit counts from there.
         is_finished: Whether every shard is published.
     """
@@ -147,21 +168,17 @@ class Driver:
     def __init__(
         self,
         config: JobConfig,
+        cluster: Cluster,
         *,
-        ray: Any,
         submit: Callable[[dict[str, Any], Life], Any],
-        read_board: Callable[[list[str], float | None], Any],
         resource: str,
         max_workers: int,
-        observer: Observer,
-        say: Say,
-        stop: StopFlag,
         started: float,
         is_finished: IsFinished,
     ) -> None:
-        self._config, self._ray, self._submit_task, self._read_board = config, ray, submit, read_board
-        self._resource, self._max_workers = resource, max_workers
-        self._observer, self._say, self._stop, self._is_finished = observer, say, stop, is_finished
+        self._config, self._cluster, self._submit_task = config, cluster, submit
+        self._ray, self._say, self._stop = cluster.ray, cluster.say, cluster.stop
+        self._resource, self._max_workers, self._is_finished = resource, max_workers, is_finished
         self._deadline = None if config.time_limit is None else started + config.time_limit
         self._parts = parts_of(config, max(1, min(max_workers, self._num_slots())))
         self._pending: dict[Any, Worker] = {}
@@ -231,25 +248,21 @@ class Driver:
         part = self._parts[worker.number % len(self._parts)].model_copy(
             update={"time_limit": None if left is None else max(1.0, left)}
         )
-        options = part.model_dump(mode="json", exclude_none=True)
-        self._pending[self._submit_task(options, (worker.number, worker.life))] = worker
+        self._pending[self._submit_task(_options_of(part), (worker.number, worker.life))] = worker
 
     def _talk(self) -> bool:
-        """Tells workers of stops by way of the board, and the caller what they say; False if it is lost."""
-        try:
-            stops = [self._stop.why] * self._stop.requests
-            places, progress, lines = self._read_board(stops, self._seconds_left())
-        except self._ray.exceptions.RayError:  # it is being started again
+        """Hears of workers; False if the board is lost."""
+        news = self._cluster.talk(self._seconds_left())
+        if news is None:
             return False
-        for line in lines:
-            self._say(line)
+        places, progress = news
         for worker in self.workers:
             life = worker.number, worker.life
             worker.place = places.get(life, worker.place)
             if life in progress:
                 worker.progress = Progress(**progress[life])
         if known := [worker.progress for worker in self.workers if worker.progress is not None]:
-            self._observer(joined(known))
+            self._cluster.observer(joined(known))
         return True
 
     def _cancel_those_that_wait(self) -> None:
@@ -259,16 +272,10 @@ class Driver:
                 self._ray.cancel(reference)
 
     def _on_end(self, worker: Worker, reference: Any) -> None:
-        errors = self._ray.exceptions
         try:
-            outcome: dict[str, Any] = self._ray.get(reference)
-        except errors.TaskCancelledError:
-            return
-        except errors.RayTaskError as error:  # a fault of the program
-            lines = str(error).strip().splitlines() or [""]
-            outcome = {"error": WorkerError(kind="", exit_code=1, message=lines[-1], hint=None)}
-        except errors.RayError as error:  # its process or node was lost
-            self._on_death(worker, (str(error).strip().splitlines() or [type(error).__name__])[0])
+            outcome = self._cluster.outcome_of(reference)
+        except self._ray.exceptions.RayError as error:  # its process or node was lost
+            self._on_death(worker, line_of(error, 0))
             return
         if "summary" in outcome:
             worker.summaries.append(outcome["summary"])

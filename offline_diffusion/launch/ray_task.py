@@ -24,6 +24,9 @@ POLL_S = 1.0
 Life = tuple[int, int]
 """A worker's number and which of its lives, from 1."""
 
+PREPARATION: Life = (0, 0)
+"""What comes before the first worker."""
+
 Place = tuple[str, int]
 """Host and pid of a life."""
 
@@ -47,7 +50,8 @@ class Board:
         """A worker's news; returns the requests to stop so far."""
         if progress is not None:
             self._progress[life] = progress
-        self._lines += (f"worker {life[0]}: {line}" for line in lines)
+        who = "" if life == PREPARATION else f"worker {life[0]}: "
+        self._lines += (f"{who}{line}" for line in lines)
         return self._stops
 
     def read(
@@ -74,6 +78,23 @@ def load_ray() -> ModuleType:
         ) from None
     module: ModuleType = ray
     return module
+
+
+def prepare(options: dict[str, Any], board: Any) -> dict[str, Any]:
+    """The first task: what comes before the first image, on a machine of the kind that draws.
+
+    The driver's own may have no GPU, and what ``auto`` comes to there is another job.
+    """
+    from offline_diffusion.job import prepare_job
+
+    stop = StopFlag()
+    with _reporting(PREPARATION, board, stop) as reporter:
+        try:
+            config = make_job_config(options)
+            index = prepare_job(config, observer=reporter.observe, stop=stop, say=reporter.lines.append)
+        except OffdiffError as error:
+            return {"error": error_of(error)}
+    return {"num_rows": index.num_rows, "num_images": index.num_images}
 
 
 def work(options: dict[str, Any], life: Life, board: Any) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from offline_diffusion.config import make_job_config
-from offline_diffusion.errors import JobError, JobInterrupted, TooManyFailuresError, UsageError
+from offline_diffusion.errors import JobError, JobInterrupted, ManifestError, TooManyFailuresError, UsageError
 from offline_diffusion.launch.outcome import MAX_RESTARTS
-from offline_diffusion.launch.ray import Driver, run_on_ray, with_absolute_paths
-from offline_diffusion.launch.ray_task import Life
+from offline_diffusion.launch.ray import Driver, as_workers_see_it, run_on_ray
+from offline_diffusion.launch.ray_cluster import Cluster
+from offline_diffusion.launch.ray_task import PREPARATION, Life
 from offline_diffusion.progress import StopFlag
 
 
@@ -67,18 +68,27 @@ class FakeCluster:
         config = make_job_config({"manifests": ["m.jsonl"], "out": self.out, **options})
         self.driver = Driver(
             config,
-            ray=self,
+            self.cluster(),
             submit=self.submit,
-            read_board=self.read_board,
             resource="GPU",
             max_workers=max_workers,
-            observer=lambda _: None,
-            say=self.said.append,
-            stop=self.stop,
             started=started,
             is_finished=lambda: self.is_finished,
         )
         return self.driver.run()
+
+    def cluster(self) -> Cluster:
+        return Cluster(
+            ray=self,
+            read_board=self.read_board,
+            observer=lambda _: None,
+            say=self.said.append,
+            stop=self.stop,
+        )
+
+    def prepare(self, outcome: Any) -> dict[str, Any]:
+        self.behave = lambda *_: outcome
+        return self.cluster().prepare(PREPARATION)
 
     def submit(self, options: dict[str, Any], life: Life) -> Life:
         self.submitted.append(life)
@@ -241,16 +251,40 @@ def test_paths_are_absolute_and_urls_stay(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     urls = ["s3://bucket/m.jsonl", "hf://datasets/a/b", "zip://m.csv::http://host/m.zip"]
-    config = with_absolute_paths(
+    config = as_workers_see_it(
         make_job_config({"manifests": ["m.jsonl", "../n/*.csv", *urls], "out": "out/a", "model": "model"})
     )
     here = os.fspath(tmp_path)
     parent = os.path.dirname(here)
     assert config.manifests == (f"{here}/m.jsonl", f"{parent}/n/*.csv", *urls)
     assert (config.out, config.model) == (tmp_path / "out" / "a", f"{here}/model")
-    assert (
-        with_absolute_paths(make_job_config({"manifests": ["m"], "out": "o", "model": "a/b"})).model == "a/b"
-    )
+    assert as_workers_see_it(make_job_config({"manifests": ["m"], "out": "o", "model": "a/b"})).model == "a/b"
+
+
+def test_what_the_preparation_finds_and_its_errors(cluster: FakeCluster) -> None:
+    assert cluster.prepare({"num_rows": 7, "num_images": 9}) == {"num_rows": 7, "num_images": 9}
+    told = {"kind": "ManifestError", "exit_code": 1, "message": "m.jsonl: gone", "hint": "look"}
+    with pytest.raises(ManifestError, match=r"^m.jsonl: gone\nhint: look$"):
+        cluster.prepare({"error": told})
+    with pytest.raises(JobError, match="division by zero"):
+        cluster.prepare(RayTaskError("Traceback ...\nZeroDivisionError: division by zero"))
+    with pytest.raises(JobInterrupted, match="the node died"):
+        cluster.prepare(RayError("the node died"))
+
+
+def test_a_preparation_that_waits_for_a_machine_can_be_stopped(cluster: FakeCluster) -> None:
+    cluster.num_slots = 0
+    cluster.on_wait = lambda: cluster.stop.request("SIGTERM")
+    with pytest.raises(JobInterrupted, match="SIGTERM: stopped before the job began"):
+        cluster.prepare({"num_rows": 7})
+    assert cluster.cancelled == [PREPARATION]
+
+
+def test_a_preparation_that_has_begun_ends_by_itself(cluster: FakeCluster) -> None:
+    cluster.on_wait = lambda: cluster.stop.request("SIGTERM")
+    assert cluster.prepare({"num_rows": 7}) == {"num_rows": 7}
+    assert not cluster.cancelled
+    assert cluster.told == ["SIGTERM"]
 
 
 def test_standard_input_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from job_fakes import SMALL, make_rows, pixels_by_key, write_jsonl
 
 from offline_diffusion.launch import ray_task
-from offline_diffusion.launch.ray_task import Board, work
+from offline_diffusion.launch.ray_task import PREPARATION, Board, prepare, work
 
 
 class RayError(Exception):
@@ -46,6 +47,20 @@ def board(monkeypatch: pytest.MonkeyPatch) -> FakeBoard:
 def options_of(tmp_path: Path) -> dict[str, Any]:
     manifest = write_jsonl(tmp_path / "m.jsonl", make_rows(3))
     return {"manifests": [str(manifest)], "out": str(tmp_path / "out"), "device": "cpu", **SMALL}
+
+
+def test_the_preparation_reads_the_manifest_and_takes_the_folder(board: FakeBoard, tmp_path: Path) -> None:
+    options = options_of(tmp_path)
+    write_jsonl(tmp_path / "m.jsonl", [row | {"num_images_per_prompt": 2} for row in make_rows(3)])
+    assert prepare(options, board) == {"num_rows": 3, "num_images": 6}
+    assert json.loads((tmp_path / "out" / "job.json").read_bytes())["num_rows"] == 3
+    places, *_ = board.board.read([], None)
+    assert list(places) == [PREPARATION]
+
+
+def test_an_error_of_the_preparation_is_told(board: FakeBoard, tmp_path: Path) -> None:
+    outcome = prepare(options_of(tmp_path) | {"manifests": ["missing.jsonl"]}, board)
+    assert (outcome["error"]["kind"], outcome["error"]["exit_code"]) == ("ManifestError", 1)
 
 
 def test_a_worker_that_comes_after_a_stop_does_nothing(board: FakeBoard, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ pytestmark = [
     ),
 ]
 
+ALONE = {"RAY_ADDRESS": "local"}
 OPTIONS = {"shard_size": 10, "max_num_seqs": 4, "height": 32, "width": 32, "device": "cpu"}
 
 
@@ -122,3 +125,51 @@ def test_relative_paths_name_the_drivers_files(
 def test_a_missing_manifest_is_a_clear_error(cluster: None, tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="missing"):
         run(tmp_path / "missing.jsonl", tmp_path / "out", steps=2)
+
+
+def test_the_driver_prepares_nothing_itself(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine may have no GPU, and what ``auto`` comes to there would be another job."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("in the driver's process")
+
+    monkeypatch.setattr("offline_diffusion.job.prepare_job", refuse)
+    monkeypatch.setattr("offline_diffusion.identity.job_identity", refuse)
+    assert run(write_jsonl(tmp_path / "m.jsonl", make_rows(10)), tmp_path / "out", steps=2).num_ok == 10
+
+
+ON_GPUS = """
+import sys, ray
+from offline_diffusion.config import make_job_config
+from offline_diffusion.launch.ray import run_on_ray
+from offline_diffusion.progress import StopFlag
+ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
+config = make_job_config({"manifests": [sys.argv[1]], "out": sys.argv[2], "shard_size": 5, "max_num_seqs": 2,
+                          "height": 32, "width": 32, "num_inference_steps": 100})
+assert run_on_ray(config, observer=lambda _: None, say=print, stop=StopFlag()).num_ok == 20
+"""
+
+
+def test_a_worker_takes_one_gpu(tmp_path: Path) -> None:
+    """Two GPUs that are only counted, and one CPU: two workers at a time need both."""
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(20)), tmp_path / "out"
+    subprocess.run([sys.executable, "-c", ON_GPUS, manifest, out], check=True, env=os.environ | ALONE)
+    times = [(beat["started_at"], beat["updated_at"]) for beat in heartbeats(out) if beat["num_ok"]]
+    assert len(times) == 2
+    assert max(start for start, _ in times) < min(end for _, end in times)
+
+
+def test_the_command_starts_a_cluster_or_joins_one(cluster: None, tmp_path: Path) -> None:
+    manifest = write_jsonl(tmp_path / "m.jsonl", make_rows(10))
+    address = ray.get_runtime_context().gcs_address
+    for name, environment in (("own", ALONE), ("joined", {"RAY_ADDRESS": address})):
+        command = [Path(sys.executable).with_name("offdiff"), "run", manifest, "--out", tmp_path / name]
+        flags = "--launcher ray --device cpu --height 32 --width 32 --num-inference-steps 2 --shard-size 5"
+        done = subprocess.run(
+            [*command, *flags.split()], env=os.environ | environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "done: 10 of 10 images" in done.stderr
+        assert verify(tmp_path / name).num_images == 10
