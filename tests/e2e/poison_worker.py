@@ -1,4 +1,7 @@
-"""``offdiff`` with a model whose process dies in the step of some rows: with ABORT, KILL or MEMORY."""
+"""``offdiff`` with a model whose process dies in the step of some rows: with ABORT, KILL or MEMORY.
+
+One with DEVICE loses the device, as an illegal access does: this call and all later ones raise.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import signal
 import sys
 from typing import Any
 
+import torch
+
 from offline_diffusion import job
 from offline_diffusion.cli.main import main
 from offline_diffusion.config import JobConfig
@@ -14,7 +19,7 @@ from offline_diffusion.engine.engine import Engine
 from offline_diffusion.models.loader import load_model
 from offline_diffusion.models.registry import Checkpoint
 
-DEATHS = {"ABORT": signal.SIGABRT, "KILL": signal.SIGKILL, "MEMORY": None}
+DEATHS = {"ABORT": signal.SIGABRT, "KILL": signal.SIGKILL, "MEMORY": None, "DEVICE": None}
 
 
 def use_all_memory() -> None:
@@ -30,6 +35,7 @@ class DeadlyModel:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._is_lost = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -42,11 +48,15 @@ class DeadlyModel:
         return latents
 
     def denoise_step(self, batch: Any) -> Any:
-        for number, death in enumerate(DEATHS.values()):
+        for number, (word, death) in enumerate(DEATHS.items()):
             if (batch.latents == 12_345.0 + number).any():
-                if death is None:
+                self._is_lost = word == "DEVICE"
+                if death is not None:
+                    os.kill(os.getpid(), death)
+                elif not self._is_lost:
                     use_all_memory()
-                os.kill(os.getpid(), death)
+        if self._is_lost:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nMore of it.")
         return self._model.denoise_step(batch)
 
 
