@@ -127,6 +127,17 @@ def test_one_command_with_devices_gets_through(tmp_path: Path, word: str, how: s
     assert "done: 15 of 16 images" in stderr
 
 
+def test_a_worker_that_hangs_is_started_again(tmp_path: Path) -> None:
+    """Once, and alone: nobody else could do what it holds."""
+    rows = make_rows(12)
+    rows[3]["prompt"] = "HANG"
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
+    code, stderr = run_supervised(tmp_path, manifest, out, "cpu")
+    assert code == 0, stderr
+    assert stderr.count("died of a hang, 0 min in a step: started again") == 1
+    assert len(pixels_by_key(out)) == 12
+
+
 LIMITED = Path("/sys/fs/cgroup/memory/offdiff-test")
 MIN_LIMIT = 3 * 2**30
 
