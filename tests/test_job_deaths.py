@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,29 @@ def test_a_lost_device_is_a_crash_whoever_meets_it(
         Runner().run(manifest, tmp_path / "out", checkpoint_interval=1e-6, **OPTIONS)
     (rows,) = in_flight(tmp_path / "out")
     assert set(rows) >= {0, 1}
+
+
+def test_what_a_lost_device_spoils_at_the_end_hides_no_crash(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that was being copied fails, too, and is met when the worker ends: the user must be told
+    of the crash and how it goes on, not of this."""
+
+    class LateSnapshot:
+        def states(self) -> None:
+            time.sleep(0.5)
+            raise torch.AcceleratorError("CUDA error: the same, later")
+
+    def on_step(engine: CountingEngine) -> None:
+        if engine.num_steps == 2:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(CountingEngine, "snapshot", lambda engine: LateSnapshot())
+    runner = Runner()
+    runner.on_step = on_step
+    with pytest.raises(CrashError, match="unspecified launch failure"):
+        runner.run(manifest, tmp_path / "out", checkpoint_interval=1e-6, **OPTIONS)
+    assert {beat.state for beat in read_heartbeats(tmp_path / "out")} == {"stopped"}
 
 
 def test_a_fault_of_the_engine_itself_counts_too(manifest: Path, tmp_path: Path) -> None:
