@@ -11,6 +11,7 @@
     ├── BackendError              exit 1: an attention or quantization backend does not work here
     ├── JobError                  exit 1: the output folder or the job cannot go on
     │   ├── JobMismatchError      the folder belongs to another manifest, model or pixel option
+    │   ├── CrashError            drawing broke the engine or its device; a launcher starts the worker again
     │   ├── DiskFullError         no space, or the quota is used up; a running job waits for some first
     │   └── TooManyFailuresError  ``--max-failures`` was reached
     └── JobInterrupted            exit 75: stopped in good order, the same command goes on
@@ -75,6 +76,10 @@ class JobError(OffdiffError):
 
 class JobMismatchError(JobError):
     """The output folder holds another job."""
+
+
+class CrashError(JobError):
+    """Drawing has broken the engine or its device: this process is of no more use, another one may go on."""
 
 
 class DiskFullError(JobError):

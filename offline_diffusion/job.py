@@ -26,20 +26,13 @@ from offline_diffusion.data.shard_queue import LOOK_INTERVAL_S, ShardQueue, clai
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.engine.cost import MeasuredCost, measured_cost
 from offline_diffusion.engine.scheduler import LOOK_AHEAD
-from offline_diffusion.errors import OffdiffError
+from offline_diffusion.engine_watch import EngineWatch
+from offline_diffusion.errors import CrashError, OffdiffError
 from offline_diffusion.feed import Feed, row_defaults, unfinished_shards
 from offline_diffusion.models.registry import Checkpoint
 from offline_diffusion.preparation import Preparation, Prepared
-from offline_diffusion.progress import (
-    Observer,
-    Phase,
-    Progress,
-    Say,
-    StopFlag,
-    Tally,
-    check_faults,
-    plural,
-)
+from offline_diffusion.progress import Observer, Phase, Progress, Say, StopFlag, Tally, check_faults, plural
+from offline_diffusion.pulse import Pulse, hung_line
 from offline_diffusion.request import RequestOutput
 from offline_diffusion.stages import NO_STAGES, Stages
 from offline_diffusion.step_saver import StepSaver, latents_shape
@@ -67,6 +60,7 @@ def run_task(
     make_engine: MakeEngine | None = None,
     own_process: bool = False,
     is_part: bool = False,
+    on_hung: Callable[[float], None] | None = None,
 ) -> JobSummary:
     """Runs what is left of one task's share, then helps with what nobody works on.
 
@@ -79,20 +73,15 @@ def run_task(
         own_process: This process does nothing else: the traceback of a crash goes to the output folder, where
             the next run finds it.
         is_part: Of a command that began with `prepare_job`.
+        on_hung: Called with its seconds when the engine hangs in a step, see `pulse`; None says it.
 
     Raises:
         JobInterrupted: Asked to stop before the manifest was read through.
+        CrashError: The engine is broken; see `engine_watch`.
         OffdiffError: The job cannot start or go on; what is finished is durable.
     """
-    task = _Task(
-        config,
-        observer or _ignore,
-        stop or StopFlag(),
-        say or _ignore,
-        make_engine or _load_engine,
-        own_process,
-        is_part,
-    )
+    stop, say, make_engine = stop or StopFlag(), say or _ignore, make_engine or _load_engine
+    task = _Task(config, observer or _ignore, stop, say, make_engine, own_process, is_part, on_hung)
     with task.time_limit.stopping(task.stop):
         return _run_profiled(task) if config.profile else task.run()
 
@@ -145,6 +134,7 @@ class _Task:
     make_engine: MakeEngine
     own_process: bool = False
     is_part: bool = False
+    on_hung: Callable[[float], None] | None = None
     tally: Tally = field(default_factory=Tally)
     profiler: Profiler | None = None
     cost: MeasuredCost | None = None
@@ -154,6 +144,7 @@ class _Task:
     def __post_init__(self) -> None:
         self.time_limit = TimeLimit(self.config.time_limit)
         self.patience = Patience(self.config.folder, self.say, lambda: self.stop.requests > 0)
+        self.pulse = Pulse(self.on_hung or (lambda seconds: self.say(hung_line(seconds))))
 
     @property
     def stages(self) -> Stages:
@@ -213,8 +204,6 @@ class _Task:
             check_faults(index.num_faults, index.num_rows, limit)
             Tally().check_failures(limit, elsewhere.count(()))
         return elsewhere
-
-    # --- what is to be done ------------------------------------------------------------------
 
     def _queue(
         self,
@@ -290,19 +279,27 @@ class _Task:
             say=self.say,
         )
         engine.on_start = feed.on_start
-        finished = False
+        watch = EngineWatch(flights, self.pulse)
+        finished = has_crashed = False
         try:
-            with flights.catching_crashes() if self.own_process else contextlib.nullcontext():
-                finished = self._loop(engine, feed, sink)
-            self._report("finishing", engine)
-            self.cost = measured_cost(engine)
+            signals = flights.catching_crashes() if self.own_process else contextlib.nullcontext()
+            with watch.watching(), signals:
+                finished = self._loop(engine, feed, sink, watch)
+                self._report("finishing", engine)
+                self.cost = measured_cost(engine)
+        except CrashError as error:
+            has_crashed = True  # nothing of the engine can be saved
+            if self.is_part:
+                self.say(error.message)
+            raise
         except (OffdiffError, OSError):  # of the manifest or the disk: the engine itself is sound
             with contextlib.suppress(Exception):  # what is told is the failure
                 saver.save_now(engine, feed.pending)
             raise
         finally:
             flights.close()  # before the last heartbeat: who says that it ends has nothing in flight
-            with contextlib.ExitStack() as ends:  # all of them, the last one first, whatever fails
+            told = contextlib.suppress(Exception) if has_crashed else contextlib.nullcontext()
+            with told, contextlib.ExitStack() as ends:  # all of them, the last one first, whatever fails
                 ends.callback(queue.close)
                 ends.callback(saver.close)
                 ends.callback(sink.close, abandon=not finished)
@@ -325,16 +322,17 @@ class _Task:
             num_threads=NUM_ENCODE_THREADS,
             say=self.say,
             stages=self.stages,
+            gets_on=self.pulse.gets_on,
         )
 
-    def _loop(self, engine: Engine, feed: Feed, sink: Sink) -> bool:
+    def _loop(self, engine: Engine, feed: Feed, sink: Sink, watch: EngineWatch) -> bool:
         """Steps until the shards are done, True, or the stop flag or the time left ends it early, False."""
         while engine.has_unfinished or (feed.open and not feed.num_dropped):
             if self.stop.requests:
-                self._stop(engine, feed, sink)
+                self._stop(engine, feed, sink, watch)
                 break
             self._admit(engine, feed)
-            for output in engine.step():
+            for output in watch.call(engine.step):
                 self._take(output, feed, sink)
             feed.check_failures()  # others' may be too many, too
             feed.saver.tick(engine, feed.pending)
@@ -358,14 +356,14 @@ class _Task:
                 feed.num_dropped += 1
                 engine.abort(entry.request_id)
 
-    def _stop(self, engine: Engine, feed: Feed, sink: Sink) -> None:
+    def _stop(self, engine: Engine, feed: Feed, sink: Sink, watch: EngineWatch) -> None:
         """Keeps what is done: images past their last step, and of the others how far they have come."""
         if self.stop.requests > 1:
             self.say(f"{self.stop.why}: stopping without saving unfinished images")
             return
         count = plural(engine.num_running, "unfinished image")
         self.say(f"{self.stop.why}: saving {count} at their step; once more to stop without saving")
-        for output in engine.finish_decoding():
+        for output in watch.call(engine.finish_decoding):
             self._take(output, feed, sink)
         feed.saver.save_now(engine, feed.pending)
 

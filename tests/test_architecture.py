@@ -20,6 +20,8 @@ WITHOUT_TORCH = (
     "errors",
     "progress",
     "stages",
+    "pulse",
+    "engine_watch",
     "data",
     "engine.scheduler",
     "engine.cost",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job_fakes import SMALL, CountingEngine, Runner, make_rows, pixels_by_key, write_jsonl
 
-from offline_diffusion import job
+from offline_diffusion import job, pulse
 from offline_diffusion.config import make_job_config
 from offline_diffusion.data import claims, heartbeat, shard_queue
 from offline_diffusion.data import sink as sink_module
@@ -21,6 +21,7 @@ from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.process import ProcessId
 from offline_diffusion.data.publication import Publications
 from offline_diffusion.data.shard_queue import ShardQueue
+from offline_diffusion.data.status import read_status
 from offline_diffusion.data.verify import verify
 from offline_diffusion.job import JobSummary
 from offline_diffusion.progress import StopFlag
@@ -159,6 +160,33 @@ def test_steps_that_take_long_keep_no_dead_owner_alive(
     runner.on_step = on_step
     assert runner.run(manifest, out, **options).num_ok == 4
     assert taken_at[0] < 10, "not before own images were done"
+
+
+def test_the_shards_of_a_worker_that_hangs_are_taken_over(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step that never ends, as far as others can see. Catches signs of life that only say that a thread
+    is alive. When it comes back all is published, once."""
+    out, said, first, second = tmp_path / "out", list[str](), Runner(), Runner()
+    monkeypatch.setattr(heartbeat, "STALE_S", 1.0)
+    for name in ("HUNG_S", "FIRST_HUNG_S", "HUNG_FACTOR"):
+        monkeypatch.setattr(pulse, name, 0.3)
+    states, summaries = list[list[str]](), list[JobSummary]()
+
+    def on_step(engine: CountingEngine) -> None:
+        if engine.num_steps == 3:
+            while not said:  # ends by the timeout of the test
+                time.sleep(0.05)
+            summaries.append(second.run(manifest, out, **OPTIONS))
+            states.append([worker.state for worker in read_status(out).workers])
+
+    first.on_step = on_step
+    first.run(manifest, out, say=said.append, **OPTIONS)
+    assert summaries[0].num_ok == NUM_ROWS
+    assert states == [["lost", "done"]]
+    assert sum("no step has ended for" in line for line in said) == 1
+    assert verify(out).pending == verify(out).problems == []
+    assert len(pixels_by_key(out)) == NUM_ROWS
 
 
 def test_a_worker_beats_during_a_long_step(manifest: Path, tmp_path: Path) -> None:

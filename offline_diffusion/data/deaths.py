@@ -1,7 +1,8 @@
 """What workers had in flight when they died, so that an image that kills them is found and set aside.
 
 While it lives, a worker appends to a log which images are at its engine: a write to an open file, which the
-kernel keeps when the process is gone. A fatal signal leaves its traceback in a file beside the log. When
+kernel keeps when the process is gone. A fatal signal leaves its traceback in a file beside the log; what
+breaks the engine and is no signal is recorded at once (`engine_watch`), to the same effect. When
 the worker's claim is taken over, whoever does so turns both into a record of the death. An image that was in
 flight at one crash is drawn alone from then on, so the next crash is nobody's but its own.
 
@@ -19,7 +20,7 @@ import faulthandler
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ class Suspicion:
     """How often workers died with an image in flight.
 
     Args:
-        num_crashes: Of a fatal signal that left its traceback, or of a want of memory.
+        num_crashes: Of a fatal signal that left its traceback, of a broken engine, or of a want of memory.
         num_kills: Of an unknown cause, in any company, since the image last gained a step.
         num_lone_kills: Likewise with no other image in flight.
         cause: First line that the latest crash left.
@@ -117,6 +118,7 @@ class FlightLog:
     """
 
     def __init__(self, out: Path, worker: str) -> None:
+        self._out, self._worker = out, worker
         self._log, self.crash_file = _paths(out, worker)
         self._fd: int | None = None  # None where the log cannot be made: then it says nothing
         self._num_bytes = 0
@@ -125,6 +127,10 @@ class FlightLog:
         with contextlib.suppress(OSError):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
 
     def begin(self, flight: Flight) -> None:
         """Before the engine gets an image."""
@@ -170,8 +176,21 @@ class FlightLog:
                 stack.callback(faulthandler.disable)
             yield
 
+    def record_crash(self, cause: str) -> bool:
+        """The worker ends alive, but for what it had in flight: that counts as a crash of the process.
+
+        Args:
+            cause: What a fatal signal's traceback would begin with.
+
+        Returns:
+            As `record_death`.
+        """
+        with contextlib.suppress(OSError):
+            self.crash_file.write_text(cause, encoding="utf-8")
+        return record_death(self._out, self._worker)
+
     def close(self) -> None:
-        """The worker ends alive: there is nothing to tell."""
+        """The worker ends alive: there is nothing to tell, or it is told."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -192,11 +211,16 @@ def record_death(out: Path, worker: str) -> bool:
     """
     log, crash_file = _paths(out, worker)
     try:
-        in_flight = _in_flight(log)
+        lines = _lines(log)
+        in_flight = _in_flight(lines)
         if in_flight:
             (out / DEATHS).mkdir(exist_ok=True)
-            flights = [asdict(flight) for flight in in_flight]
-            content = {"worker": worker, "crash": _first_line(crash_file), "in_flight": flights}
+            content = {
+                "worker": worker,
+                "crash": _first_line(crash_file),
+                "in_flight": [asdict(flight) for flight in in_flight],
+                "has_drawn": tells_of_drawn(lines),
+            }
             create_file(out / DEATHS / f"{_slug(worker)}.json", to_json(content), out / SCRATCH)
         log.unlink(missing_ok=True)
         crash_file.unlink(missing_ok=True)
@@ -292,12 +316,21 @@ def _deaths(out: Path) -> Iterator[tuple[Path, str, list[Flight]]]:
             continue
 
 
-def _in_flight(log: Path) -> list[Flight]:
-    """What a log leaves open, in order; a torn last line is left out."""
+def tells_of_drawn(lines: Iterable[bytes]) -> bool:
+    """Whether a flight log tells of an image drawn, or failed."""
+    return any(line.startswith(DRAWN.encode()) for line in lines)
+
+
+def _lines(log: Path) -> list[bytes]:
+    """The lines of a flight log, none where there is no log; a torn last one is left out."""
     try:
-        lines = log.read_bytes().split(b"\n")[:-1]
+        return log.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
+
+
+def _in_flight(lines: Iterable[bytes]) -> list[Flight]:
+    """What a log leaves open, in order."""
     open_images: dict[ImageKey, Flight] = {}
     for match in filter(None, map(_ENTRY.fullmatch, lines)):
         row, image_index = int(match[2]), int(match[3])

@@ -50,6 +50,7 @@ class Sink:
         max_pending: Most images that wait to be encoded and written.
         say: Called with lines for the user, from any thread.
         stages: Hears of the stages of an image here.
+        gets_on: Whether the worker gets on; while it does not, its sign of life stays as it is.
     """
 
     def __init__(
@@ -65,21 +66,20 @@ class Sink:
         max_pending: int = 64,
         say: Callable[[str], None] = lambda _: None,
         stages: Stages = NO_STAGES,
+        gets_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.stages = stages
+        self.stages, self._gets_on = stages, gets_on
         self._ledger, self._image_format, self._image_level = ledger, image_format, image_level
         self._task, self._worker, self._max_pending = task, worker, max_pending
         self._say, self._patience = say, Patience(ledger.out, say)
         self._superseded = Superseded(ledger)
         self._open: dict[int, ShardWriter] = {}
-        self._lost: set[int] = set()
-        self._tables_seen: set[str] = set()
+        self._lost, self._tables_seen = set[int](), set[str]()
         self._room = threading.Condition()  # guards everything below
-        self._progress = SinkProgress()
+        self._progress, self._rate = SinkProgress(), RecentRate()
         self._pending_bytes = self._num_publishing = 0
         self._error: BaseException | None = None
         self._error_raised = self._is_abandoned = False
-        self._rate = RecentRate()
         self._encoders = ThreadPoolExecutor(num_threads, thread_name_prefix="offdiff-encode")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offdiff-write")
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="offdiff-publish")
@@ -329,11 +329,10 @@ class Sink:
 
     def _begin_publishing(self, writer: ShardWriter) -> None:
         """Uploads have a thread of their own: other images are not durable until they are written."""
-        threads = self._writer if self._ledger.remote is None else self._publisher
         with self._room:
             self._num_publishing += 1
             self._count(num_pending=1)
-        threads.submit(self._guarded, lambda: self._publish_next(writer), 0)
+        self._publisher.submit(self._guarded, lambda: self._publish_next(writer), 0)
 
     def _publish_next(self, writer: ShardWriter) -> None:
         """One that waited; not when the job stops, since its partials are whole: the next run does it."""
@@ -388,8 +387,9 @@ class Sink:
     def _beat_on(self) -> None:
         while not self._stopped.wait(INTERVAL_S):
             self._writer.submit(self._guarded, self._sync, None)
-            with contextlib.suppress(JobError):  # not worth stopping for: the next image will tell
-                self._beat()
+            if self._gets_on():
+                with contextlib.suppress(JobError):  # not worth stopping for: the next image will tell
+                    self._beat()
 
     def _beat(self) -> None:
         with self._room:

@@ -97,7 +97,7 @@ class Engine:
             state = RequestState.of(request, self.model, self.limits, self._clock(), resume)
             entry = state.scheduled(self.model)
         except Exception as error:
-            self._refuse(request, *row_fault(error))
+            self._refuse(request, *row_fault(error, self.model.device))
             return
         self._states[request.request_id] = state
         self.runner.prompts.expect(state.branches)
@@ -199,7 +199,7 @@ class Engine:
                 lambda: self.runner.prepare(state.request, state.prompt, state.negative, state.resume)
             )
         except Exception as error:
-            self._fail(state, *row_fault(error))
+            self._fail(state, *row_fault(error, self.model.device))
             return False
         state.resume = None
         state.metrics.encode_s += state.prepared.encode_s
@@ -281,7 +281,7 @@ class Engine:
         """Finds whose fault it was by stepping each request alone; the others go on."""
         self._forget_pack(error)
         if len(running) == 1:
-            self._fail(running[0], *row_fault(error))
+            self._fail(running[0], *row_fault(error, self.model.device))
             return
         for state in running:
             state.metrics.attempts += 1
@@ -293,7 +293,7 @@ class Engine:
                 self.runner.drop_batch()
             except Exception as own:
                 self._forget_pack(own)
-                self._fail(state, *row_fault(own))
+                self._fail(state, *row_fault(own, self.model.device))
                 continue
             self._count_step([state], num_seqs)
         for entry in self.scheduler.advance():
@@ -318,7 +318,7 @@ class Engine:
         try:
             self._with_memory_back(lambda: self.runner.decode(prepared))
         except Exception as error:
-            self._finish(state, "failed", *row_fault(error))
+            self._finish(state, "failed", *row_fault(error, self.model.device))
         self._timer.lap()
 
     def _reserve_decode_slot(self) -> None:

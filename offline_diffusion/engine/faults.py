@@ -18,14 +18,21 @@ def refusal(request: Request, model: DiffusionModel) -> tuple[str, str] | None:
     return None
 
 
-def row_fault(error: Exception) -> tuple[str, str]:
+def is_device_error(error: BaseException) -> bool:
+    """Whether an exception says that the device is lost to this process: every later call would fail, too."""
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
+
+
+def row_fault(error: Exception, device: torch.device) -> tuple[str, str]:
     """``error_type`` and ``error`` of an output.
 
     Raises:
-        torch.AcceleratorError: The device is broken, which is no request's fault.
+        torch.AcceleratorError: The device is lost, and with it the requests that share it.
     """
     if is_out_of_memory(error):
         return "out_of_memory", str(error)
-    if isinstance(error, torch.AcceleratorError):
+    if is_device_error(error):
         raise error
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # raises where it is lost: a library may have told it in its own words
     return "model_error", f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
 """Several workers on one machine, one a device, that draw shards from one queue.
 
 A worker is a process of its own, so one that dies takes nothing along: its unfinished shards are taken over,
-and it is started again, unless it keeps dying without drawing an image.
+and it is started again, unless it keeps dying; so is one whose engine hangs.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ def worker_command() -> Sequence[str]:
 
 @dataclass(eq=False, kw_only=True)
 class Worker(Record):
-    """A device's worker over its lives; ``heard_at`` is when it last said something, in monotonic seconds."""
+    """A device's worker over its lives.
+
+    ``heard_at`` is when it last said something, in monotonic seconds; ``hung_s`` how long its engine hangs.
+    """
 
     config: JobConfig
     events: queue.Queue[tuple[Worker, int, Event | None]]
@@ -124,12 +127,14 @@ class Worker(Record):
     life: int = 0
     heard_at: float = 0.0
     was_killed: bool = False
+    hung_s: float | None = None
     has_ended_well: bool = False
 
     def start(self, command: Command, seconds_left: float | None) -> None:
         """Starts a life of it, which must end in time where there is a limit."""
         self.life += 1
         self.has_ended_well = self.was_killed = False
+        self.hung_s = None
         self.heard_at = time.monotonic()
         self.process = subprocess.Popen(
             command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
@@ -145,6 +150,12 @@ class Worker(Record):
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(line.replace("\n", " ") + "\n")
             self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """Ends a life of it that is of no use any more."""
+        self.was_killed = True
+        if self.process is not None:
+            self.process.kill()
 
     def _read(self, stream: IO[str], life: int) -> None:
         with stream:
@@ -284,10 +295,9 @@ class Supervisor:
         if now - self._useless_since < PATIENCE_S:
             return
         for worker in self._alive:
-            if worker.process is not None and not worker.was_killed:
+            if not worker.was_killed:
                 self._say(f"{worker.name} does not end: killed")
-                worker.was_killed = True
-                worker.process.kill()
+                worker.kill()
 
     def _all_are_useless(self, now: float) -> bool:
         """Asked twice to stop, or frozen, or silent when all is done, be it only their own part.
@@ -316,6 +326,9 @@ class Supervisor:
             worker.has_ended_well = True
         elif (error := event.get("error")) is not None:
             worker.error = error
+        elif (seconds := event.get("hung_s")) is not None:
+            worker.hung_s = seconds
+            worker.kill()
 
     def _on_end(self, worker: Worker) -> None:
         self._alive.discard(worker)
@@ -323,6 +336,8 @@ class Supervisor:
         if worker.has_ended_well or (worker.was_killed and (self._stop.requests or self._is_finished())):
             return
         cause = ""
+        if worker.hung_s is not None:
+            how = f"a hang, {worker.hung_s / 60:.0f} min in a step"
         if how == "SIGKILL" and not worker.was_killed and self._memory_kills.explain_one():
             how, cause = "SIGKILL for want of memory", CAUSE
         if worker.error is not None:
@@ -335,7 +350,7 @@ class Supervisor:
             self._start(worker)
         else:
             worker.give_up(how)
-            self._say(f"{worker.name} died of {how}, {worker.num_deaths} times without an image: given up")
+            self._say(f"{worker.name} died of {how}, {worker.how_often}: given up")
 
     def _on_error(self, name: str, error: WorkerError) -> None:
         if error["exit_code"] != JobInterrupted.exit_code:

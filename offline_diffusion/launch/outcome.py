@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from offline_diffusion import errors as every_error
 from offline_diffusion.config import JobConfig
-from offline_diffusion.data.deaths import DRAWN, give_cause, record_death
+from offline_diffusion.data.deaths import give_cause, record_death, tells_of_drawn
 from offline_diffusion.data.files import read_json
 from offline_diffusion.data.layout import DEATHS, FLIGHTS
 from offline_diffusion.data.quick_check import find_broken
 from offline_diffusion.data.sources import STDIN
 from offline_diffusion.data.status import status_of
 from offline_diffusion.errors import (
+    CrashError,
     JobError,
     JobInterrupted,
     OffdiffError,
@@ -33,6 +34,10 @@ image does not count."""
 MAX_CONVICTED = 16
 """Images that a worker convicts in a row without drawing one; after so many its device is at fault."""
 
+MAX_DEATHS = 50
+"""Deaths of a worker in one run after which it is not started again, whatever it drew between them; those
+that convict an image do not count. Each costs the loading of the model."""
+
 IsFinished = Callable[[], bool]
 
 
@@ -46,7 +51,14 @@ class WorkerError(TypedDict):
 
 
 def error_of(error: OffdiffError) -> WorkerError:
-    """An error as it is told by a worker's process."""
+    """An error as it is told by a worker's process.
+
+    Raises:
+        SystemExit: It is a crash. A process whose engine is broken is of no use to anybody: it ends, as by a
+            fatal signal, and whoever started it goes by that.
+    """
+    if isinstance(error, CrashError):
+        raise SystemExit(str(error))
     return WorkerError(
         kind=type(error).__name__, exit_code=error.exit_code, message=error.message, hint=error.hint
     )
@@ -80,7 +92,7 @@ def last_words(out: Path, host: str, pid: int, cause: str = "") -> LastWords:
     has_drawn = False
     for log in (out / FLIGHTS).glob(f"{start}*.log"):
         try:
-            has_drawn |= any(line.startswith(DRAWN.encode()) for line in log.read_bytes().splitlines())
+            has_drawn |= tells_of_drawn(log.read_bytes().splitlines())
         except FileNotFoundError:  # whoever takes its shard over is quicker
             continue
         with contextlib.suppress(
@@ -90,15 +102,17 @@ def last_words(out: Path, host: str, pid: int, cause: str = "") -> LastWords:
     records = list((out / DEATHS).glob(f"{start}*.json"))
     for record in records if cause else ():
         give_cause(out, record, cause)
-    return LastWords(has_drawn, any(map(_is_conviction, records)))
+    told = [_words_of(record) for record in records]
+    return LastWords(has_drawn or any(each[0] for each in told), any(each[1] for each in told))
 
 
-def _is_conviction(path: Path) -> bool:
+def _words_of(record: Path) -> LastWords:
     try:
-        death: dict[str, Any] = read_json(path)
-        return bool(death["crash"]) and len(death["in_flight"]) == 1
+        death: dict[str, Any] = read_json(record)
+        is_conviction = bool(death["crash"]) and len(death["in_flight"]) == 1
+        return LastWords(bool(death.get("has_drawn")), is_conviction)
     except (OSError, KeyError, TypeError, JobError):
-        return False
+        return LastWords(False, False)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -110,6 +124,7 @@ class Record:
         summaries: Of lives that ended in good order.
         error: Why it could not go on, or was given up.
         num_deaths, num_convicted: In a row without an image drawn.
+        num_unexplained: Deaths of all its lives, but for those that convicted an image.
     """
 
     name: str
@@ -118,6 +133,7 @@ class Record:
     is_given_up: bool = False
     num_deaths: int = 0
     num_convicted: int = 0
+    num_unexplained: int = 0
 
     @property
     def has_done_all(self) -> bool:
@@ -125,12 +141,21 @@ class Record:
         return self.error is None and bool(self.summaries) and not self.summaries[-1]["interrupted"]
 
     def may_live_again(self, words: LastWords) -> bool:
-        """Counts a death; False when there were too many without an image."""
+        """Counts a death; False when there were too many, in a row without an image or at all."""
         if words.has_drawn:
             self.num_deaths = self.num_convicted = 0
         self.num_deaths += 1
         self.num_convicted += words.has_convicted
-        return self.num_deaths - self.num_convicted <= MAX_RESTARTS and self.num_convicted <= MAX_CONVICTED
+        self.num_unexplained += not words.has_convicted
+        is_stuck = self.num_deaths - self.num_convicted > MAX_RESTARTS or self.num_convicted > MAX_CONVICTED
+        return not is_stuck and self.num_unexplained < MAX_DEATHS
+
+    @property
+    def how_often(self) -> str:
+        """How often it has died, in the words of the bound that it came to."""
+        if self.num_unexplained >= MAX_DEATHS:
+            return f"{self.num_unexplained} times in this run"
+        return f"{self.num_deaths} times without an image"
 
     def give_up(self, how: str) -> None:
         """After a death too many."""
@@ -138,7 +163,7 @@ class Record:
         self.error = WorkerError(
             kind="JobError",
             exit_code=JobError.exit_code,
-            message=f"{self.name} died of {how}, {self.num_deaths} times without an image: given up",
+            message=f"{self.name} died of {how}, {self.how_often}: given up",
             hint="what is finished is kept, the same command goes on",
         )
 

@@ -37,6 +37,7 @@ class Event(TypedDict, total=False):
     say: str
     summary: dict[str, Any]
     error: WorkerError
+    hung_s: float
 
 
 class Speaker:
@@ -84,7 +85,13 @@ def _run(options: dict[str, Any], speaker: Speaker, stop: StopFlag) -> JobSummar
 
     config = make_job_config(options)
     return run_task(
-        config, observer=speaker.progress, stop=stop, say=speaker.say, own_process=True, is_part=True
+        config,
+        observer=speaker.progress,
+        stop=stop,
+        say=speaker.say,
+        own_process=True,
+        is_part=True,
+        on_hung=lambda seconds: speaker.send({"hung_s": seconds}),
     )
 
 

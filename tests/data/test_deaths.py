@@ -95,6 +95,30 @@ def test_a_worker_that_ends_alive_leaves_nothing(out: Path) -> None:
     assert suspects(out) == {}
 
 
+def test_a_crash_without_a_signal_counts_like_one(out: Path) -> None:
+    log = FlightLog(out, "host:7:ab")
+    log.begin(flight((1, 0)))
+    log.end((1, 0))
+    log.begin(flight((2, 0)))
+    assert log.num_in_flight == 1
+    assert log.record_crash("AcceleratorError: lost\nand more")
+    log.close()
+    assert not list((out / FLIGHTS).iterdir())
+    assert {image: found.num_crashes for image, found in suspects(out).items()} == {(2, 0): 1}
+    assert suspects(out)[2, 0].cause == "AcceleratorError: lost"
+
+
+@pytest.mark.parametrize("has_drawn", [True, False])
+def test_what_a_life_drew_is_known_when_its_log_is_gone(out: Path, has_drawn: bool) -> None:
+    """Whoever takes over a shard of it may be quicker than the one that starts it again."""
+    log = FlightLog(out, "host:7:ab")
+    log.begin(flight((1, 0)))
+    log.end((1, 0), is_drawn=has_drawn)
+    log.begin(flight((2, 0)))
+    log.record_crash("AcceleratorError: lost")
+    assert last_words(out, "host", 7) == LastWords(has_drawn=has_drawn, has_convicted=True)
+
+
 def test_two_crashes_are_the_end_and_only_of_the_image_in_both(out: Path) -> None:
     die(out, "first", (1, 0), (2, 0), crash="Fatal Python error: Aborted")
     assert [suspicion.verdict for suspicion in suspects(out).values()] == [None, None]

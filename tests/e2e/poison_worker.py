@@ -1,20 +1,28 @@
-"""``offdiff`` with a model whose process dies in the step of some rows: with ABORT, KILL or MEMORY."""
+"""``offdiff`` with a model whose process dies in the step of some rows: with ABORT, KILL or MEMORY.
+
+One with DEVICE loses the device, as an illegal access does: this call and all later ones raise. The first
+step of the job with HANG hangs, and so soon counts as that.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
-from offline_diffusion import job
+import torch
+
+from offline_diffusion import job, pulse
 from offline_diffusion.cli.main import main
 from offline_diffusion.config import JobConfig
 from offline_diffusion.engine.engine import Engine
 from offline_diffusion.models.loader import load_model
 from offline_diffusion.models.registry import Checkpoint
 
-DEATHS = {"ABORT": signal.SIGABRT, "KILL": signal.SIGKILL, "MEMORY": None}
+DEATHS = {"ABORT": signal.SIGABRT, "KILL": signal.SIGKILL, "MEMORY": None, "DEVICE": None, "HANG": None}
 
 
 def use_all_memory() -> None:
@@ -28,8 +36,9 @@ def use_all_memory() -> None:
 class DeadlyModel:
     """The default model; a deadly prompt marks its latents, and a step with such latents is the last."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, has_hung: Path) -> None:
+        self._model, self._has_hung = model, has_hung
+        self._is_lost = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -42,16 +51,24 @@ class DeadlyModel:
         return latents
 
     def denoise_step(self, batch: Any) -> Any:
-        for number, death in enumerate(DEATHS.values()):
+        for number, (word, death) in enumerate(DEATHS.items()):
             if (batch.latents == 12_345.0 + number).any():
-                if death is None:
+                self._is_lost = word == "DEVICE"
+                if death is not None:
+                    os.kill(os.getpid(), death)
+                elif word == "MEMORY":
                     use_all_memory()
-                os.kill(os.getpid(), death)
+                elif word == "HANG" and not self._has_hung.exists():
+                    self._has_hung.touch()
+                    pulse.HUNG_S = pulse.FIRST_HUNG_S = pulse.HUNG_FACTOR = 1.0
+                    time.sleep(600)
+        if self._is_lost:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nMore of it.")
         return self._model.denoise_step(batch)
 
 
 def load_engine(config: JobConfig, checkpoint: Checkpoint) -> Engine:
-    model: Any = DeadlyModel(load_model(config, checkpoint))
+    model: Any = DeadlyModel(load_model(config, checkpoint), config.folder / "_state" / "has-hung")
     return Engine(model, config)
 
 

@@ -41,6 +41,31 @@ def test_a_row_that_crashes_twice_is_set_aside(tmp_path: Path) -> None:
     assert not list((out / "_state" / "flights").iterdir())
 
 
+def test_a_row_that_breaks_the_device_twice_is_set_aside(tmp_path: Path) -> None:
+    """No signal and no death: the process ends with an error, and the user is told how it goes on."""
+    rows = make_rows(24)
+    rows[10]["prompt"] = "DEVICE"
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
+    first, second, third = (run(manifest, out) for _ in range(3))
+    assert (first.returncode, second.returncode, third.returncode) == (1, 1, 3), third.stderr
+    told = first.stderr[first.stderr.index("Error: ") :]
+    assert "images in flight: AcceleratorError: CUDA error: an illegal memory access" in told
+    assert (
+        "hint: what is finished is kept, and the same command goes on: it draws these images one at" in told
+    )
+    assert "drawn one at a time" in second.stderr
+    assert "with 1 image in flight" in second.stderr
+    (failure,) = read_table(out, "failures")
+    assert (failure["row"], failure["error_type"]) == (10, "crash")
+    assert "crashed 2 times" in failure["reason"]
+    assert failure["reason"].endswith("an illegal memory access was encountered")
+    Runner().run(manifest, tmp_path / "whole", shard_size=8, height=32, width=32, num_inference_steps=3)
+    others = {key: value for key, value in pixels_by_key(tmp_path / "whole").items() if key[0] != "r010"}
+    assert pixels_by_key(out) == others
+    assert not list((out / "_state" / "deaths").iterdir())
+    assert not list((out / "_state" / "flights").iterdir())
+
+
 def test_two_poison_rows_take_two_crashes_each(tmp_path: Path) -> None:
     rows = make_rows(16)
     rows[3]["prompt"] = rows[5]["prompt"] = "ABORT"
@@ -88,17 +113,29 @@ def run_supervised(
     return result.returncode, result.stderr
 
 
-def test_one_command_with_devices_gets_through(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("word", "how"), [("ABORT", "SIGABRT"), ("DEVICE", "exit code 1")])
+def test_one_command_with_devices_gets_through(tmp_path: Path, word: str, how: str) -> None:
     """The supervisor starts its worker again; nobody has to."""
     rows = make_rows(16)
-    rows[3]["prompt"] = "ABORT"
+    rows[3]["prompt"] = word
     manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
     code, stderr = run_supervised(tmp_path, manifest, out, "cpu,cpu")
     assert code == 3, stderr
-    assert stderr.count("died of SIGABRT: started again") == 2
+    assert stderr.count(f"died of {how}: started again") == 2
     assert [row["row"] for row in read_table(out, "failures")] == [3]
     assert len(pixels_by_key(out)) == 15
     assert "done: 15 of 16 images" in stderr
+
+
+def test_a_worker_that_hangs_is_started_again(tmp_path: Path) -> None:
+    """Once, and alone: nobody else could do what it holds."""
+    rows = make_rows(12)
+    rows[3]["prompt"] = "HANG"
+    manifest, out = write_jsonl(tmp_path / "m.jsonl", rows), tmp_path / "out"
+    code, stderr = run_supervised(tmp_path, manifest, out, "cpu")
+    assert code == 0, stderr
+    assert stderr.count("died of a hang, 0 min in a step: started again") == 1
+    assert len(pixels_by_key(out)) == 12
 
 
 LIMITED = Path("/sys/fs/cgroup/memory/offdiff-test")

@@ -16,6 +16,7 @@ from engine_fakes import FakeModel, has_text, make_engine, make_request, num_joi
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine import engine as engine_module
 from offline_diffusion.engine.engine import Engine
+from offline_diffusion.engine.faults import row_fault
 from offline_diffusion.engine.memory import check_memory, is_out_of_memory
 from offline_diffusion.models.base import PackedInput
 from offline_diffusion.request import Request, RequestOutput
@@ -292,6 +293,20 @@ def test_a_broken_device_stops_the_engine_and_blames_no_row(stage: str) -> None:
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         outputs.extend(Engine(model, EngineConfig()).generate(neighbours()))
     assert outputs == []
+
+
+def test_a_device_that_is_lost_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library may tell of it in words of its own: innocent rows would be marked as failed."""
+    error, device = RuntimeError("Triton Error [CUDA]: an illegal memory access"), torch.device("cuda")
+
+    def lost(_: torch.device) -> None:
+        raise torch.AcceleratorError("illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(torch.AcceleratorError):
+        row_fault(error, device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    assert row_fault(error, device)[0] == "model_error"
 
 
 # --- what is kept alive ---------------------------------------------------------------------------

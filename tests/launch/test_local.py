@@ -14,11 +14,11 @@ import pytest
 from job_fakes import SMALL, Runner, make_rows, write_jsonl
 
 from offline_diffusion.config import JobConfig, make_job_config
-from offline_diffusion.errors import JobError, JobInterrupted, TooManyFailuresError, UsageError
-from offline_diffusion.launch import local
+from offline_diffusion.errors import CrashError, JobError, JobInterrupted, TooManyFailuresError, UsageError
+from offline_diffusion.launch import local, outcome
 from offline_diffusion.launch.local import Supervisor, joined, run_on_devices
 from offline_diffusion.launch.memory_kills import MemoryKills
-from offline_diffusion.launch.outcome import MAX_CONVICTED, MAX_RESTARTS, folder_is_finished
+from offline_diffusion.launch.outcome import MAX_CONVICTED, MAX_RESTARTS, error_of, folder_is_finished
 from offline_diffusion.progress import Progress, StopFlag
 
 SCRIPT = r"""
@@ -124,6 +124,47 @@ if life <= 3 * {MAX_RESTARTS}:
 end(life=life)
 """
     assert bench.run(behaviour) == [{"life": 3 * MAX_RESTARTS + 1, "interrupted": False}]
+
+
+@pytest.mark.parametrize("death", ["progress(num_done=life); os.abort()", "die_over(1, 2, drawn=[life])"])
+def test_deaths_have_a_bound_whatever_was_drawn_between(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, death: str
+) -> None:
+    """Catches a worker that dies after every image and is started again for ever."""
+    monkeypatch.setattr(outcome, "MAX_DEATHS", 6)
+    with pytest.raises(JobError, match="worker 0 on cpu died of SIGABRT, 6 times in this run: given up"):
+        bench.run(death)
+    assert bench.num_lives() == 6
+    assert bench.said[-1] == "worker 0 on cpu died of SIGABRT, 6 times in this run: given up"
+
+
+def test_convicted_images_do_not_use_up_the_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcome, "MAX_DEATHS", 2)
+    assert bench.run("if life <= 6: die_over(life)\nend(life=life)") == [{"life": 7, "interrupted": False}]
+
+
+def test_a_worker_that_hangs_is_killed_and_started_again(bench: Bench) -> None:
+    behaviour = """
+if life == 1:
+    send(hung_s=725.0)
+    time.sleep(600)
+end(life=life)
+"""
+    assert bench.run(behaviour) == [{"life": 2, "interrupted": False}]
+    assert bench.said == ["worker 0 on cpu died of a hang, 12 min in a step: started again"]
+
+
+def test_a_worker_that_only_hangs_is_given_up(bench: Bench) -> None:
+    with pytest.raises(JobError, match="worker 0 on cpu died of a hang, 12 min in a step, 4 times without"):
+        bench.run("send(hung_s=725.0); time.sleep(600)")
+    assert bench.num_lives() == 1 + MAX_RESTARTS
+
+
+def test_a_crash_ends_the_process_of_a_worker() -> None:
+    """As a signal would: an error that is only told would keep it from being started again."""
+    with pytest.raises(SystemExit, match="the engine broke"):
+        error_of(CrashError("the engine broke", hint="go on"))
+    assert error_of(JobError("no room"))["kind"] == "JobError"
 
 
 def test_an_error_is_the_jobs_when_no_worker_is_left(bench: Bench) -> None:
