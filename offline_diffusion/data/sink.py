@@ -82,7 +82,7 @@ class Sink:
         self._error_raised = self._is_abandoned = False
         self._encoders = ThreadPoolExecutor(num_threads, thread_name_prefix="offdiff-encode")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offdiff-write")
-        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="offdiff-publish")
+        self._publisher = self._writer if ledger.remote is None else ThreadPoolExecutor(1, "offdiff-publish")
         self._heartbeat = Heartbeat(task=task, num_tasks=num_tasks, worker=worker)
         self._beat()
         self._stopped = threading.Event()

@@ -297,7 +297,7 @@ class Driver:
             self._submit(worker)
         else:
             worker.give_up(how)
-            self._say(f"{worker.name} was lost {worker.num_deaths} times without an image: given up")
+            self._say(f"{worker.name} was lost {worker.how_often}: given up")
 
 
 @contextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -116,6 +118,7 @@ def work(options: dict[str, Any], life: Life, board: Any) -> dict[str, Any]:
                 say=reporter.lines.append,
                 own_process=True,
                 is_part=True,
+                on_hung=reporter.end_process,
             )
         except OffdiffError as error:
             return {"error": error_of(error)}
@@ -132,6 +135,12 @@ class _Reporter:
 
     def observe(self, progress: Progress) -> None:
         self._progress = progress
+
+    def end_process(self, seconds: float) -> None:
+        """Of an engine that hangs: the driver finds the task lost, and submits it again."""
+        self.lines.append(f"no step has ended for {seconds / 60:.0f} min: it is killed")
+        time.sleep(3 * POLL_S)  # for the board to hear of it
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def news(self) -> tuple[dict[str, Any] | None, list[str]]:
         lines, self.lines[:] = list(self.lines), []

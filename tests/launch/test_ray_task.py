@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,3 +104,23 @@ def test_the_board_tells_where_a_life_is_and_how_far(board: FakeBoard, tmp_path:
     assert progress[4, 2]["num_done"] == 3
     assert all(line.startswith("worker 4: ") for line in lines)
     assert board.board.read([], None)[2] == []
+
+
+def test_an_engine_that_hangs_ends_its_process(
+    board: FakeBoard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver hears why before it finds the task lost."""
+    killed: list[tuple[int, int]] = []
+
+    def hang(*_: Any, on_hung: Any, **__: Any) -> Any:
+        on_hung(720.0)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(ray_task, "POLL_S", 0.05)
+    monkeypatch.setattr("offline_diffusion.job.run_task", hang)
+    monkeypatch.setattr(ray_task.dataclasses, "asdict", lambda _: {})
+    monkeypatch.setattr(ray_task.os, "kill", lambda *args: killed.append(args))
+    work(options_of(tmp_path), (4, 1), board)
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+    *_, lines = board.board.read([], None)
+    assert lines == ["worker 4: no step has ended for 12 min: it is killed"]
