@@ -1,7 +1,7 @@
 """``offdiff`` with a model whose process dies in the step of some rows: with ABORT, KILL or MEMORY.
 
-One with DEVICE loses the device, as an illegal access does: this call and all later ones raise. The first
-step of the job with HANG hangs, and so soon counts as that.
+One with DEVICE loses the device: on a GPU by an index that is out of bounds, elsewhere by raising what that
+raises, in this call and all later ones. The first step of the job with HANG hangs, and so soon counts as that.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class DeadlyModel:
         return latents
 
     def denoise_step(self, batch: Any) -> Any:
+        if batch.latents.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self._model.denoise_step(batch)
         for number, (word, death) in enumerate(DEATHS.items()):
             if (batch.latents == 12_345.0 + number).any():
                 self._is_lost = word == "DEVICE"
@@ -62,6 +64,8 @@ class DeadlyModel:
                     self._has_hung.touch()
                     pulse.HUNG_S = pulse.FIRST_HUNG_S = pulse.HUNG_FACTOR = 1.0
                     time.sleep(600)
+        if self._is_lost and batch.latents.is_cuda:
+            return self._model.denoise_step(batch)[torch.full((1,), 2**40, device=batch.latents.device)]
         if self._is_lost:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nMore of it.")
         return self._model.denoise_step(batch)
