@@ -1,7 +1,7 @@
 """``offdiff`` with a model whose process dies in the step of some rows: with ABORT, KILL or MEMORY.
 
 One with DEVICE loses the device: on a GPU by an index that is out of bounds, elsewhere by raising what that
-raises, in this call and all later ones. The first step of the job with HANG hangs, and so soon counts as that.
+raises, in this call and all later ones. The first step of the job with HANG hangs, and soon counts as that.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from offline_diffusion.models.loader import load_model
 from offline_diffusion.models.registry import Checkpoint
 
 DEATHS = {"ABORT": signal.SIGABRT, "KILL": signal.SIGKILL, "MEMORY": None, "DEVICE": None, "HANG": None}
+
+MARK = 4096.0
+"""Of a deadly row's latents; powers of two are the same in every dtype."""
 
 
 def use_all_memory() -> None:
@@ -47,14 +50,14 @@ class DeadlyModel:
         latents = self._model.prepare_latents(request)
         for number, word in enumerate(DEATHS):
             if word in request.prompt:
-                latents[0, 0] = 12_345.0 + number
+                latents[0, 0] = MARK * 2**number
         return latents
 
     def denoise_step(self, batch: Any) -> Any:
         if batch.latents.is_cuda and torch.cuda.is_current_stream_capturing():
             return self._model.denoise_step(batch)
         for number, (word, death) in enumerate(DEATHS.items()):
-            if (batch.latents == 12_345.0 + number).any():
+            if (batch.latents == MARK * 2**number).any():
                 self._is_lost = word == "DEVICE"
                 if death is not None:
                     os.kill(os.getpid(), death)
