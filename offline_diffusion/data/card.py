@@ -78,8 +78,8 @@ def make_card(ledger: Ledger) -> str:
 
 
 def _tables(markers: Iterable[Marker]) -> list[str]:
-    """Those that have files, for a config without files does not load; at the start those that will."""
-    present = {file.path.split("/")[0] for marker in markers for file in marker.files}
+    """Those that have rows, for a config without any does not load; at the start those that will."""
+    present = {file.path.split("/")[0] for marker in markers for file in marker.files if file.num_rows}
     return [table for table in TABLES if table in present] or [IMAGES, METRICS]
 
 

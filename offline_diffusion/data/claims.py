@@ -18,7 +18,7 @@ from typing import Literal
 
 from offline_diffusion.data import heartbeat
 from offline_diffusion.data.files import to_json
-from offline_diffusion.data.heartbeat import Heartbeat, read_heartbeat
+from offline_diffusion.data.heartbeat import Heartbeat, Seen, SignWatch, read_heartbeat
 from offline_diffusion.data.layout import STATE, Shard
 from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
 from offline_diffusion.data.state_files import FolderFiles, StateFiles
@@ -172,16 +172,6 @@ def _newest(names: Iterable[str]) -> dict[int, Newest]:
     return found
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What was seen of a worker: its last sign, how long that has not changed, whether it ever did."""
-
-    sign: int | None
-    looked_at: float
-    silent_s: float = 0.0
-    has_changed: bool = False
-
-
 @dataclass
 class OwnerWatch:
     """Tells dead owners from live ones by watching their heartbeats change. Any thread may ask.
@@ -204,9 +194,11 @@ class OwnerWatch:
     max_gap_s: float = field(default_factory=lambda: MAX_LOOK_GAP_S)
     fresh_s: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _seen: dict[str, _Seen] = field(default_factory=dict)
     _beats: dict[str, Heartbeat | None] = field(default_factory=dict)
     _tasks: dict[str, int] = field(default_factory=dict)  # of the workers that are watched
+
+    def __post_init__(self) -> None:
+        self._signs = SignWatch(self.clock, self.max_gap_s)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -251,28 +243,16 @@ class OwnerWatch:
         """Whether an owner says itself that it came to an end: no death, whatever it has left."""
         return _has_ended(self._read(claim.worker, claim.task))
 
-    def _look(self, worker: str, task: int) -> tuple[Heartbeat | None, _Seen]:
+    def _look(self, worker: str, task: int) -> tuple[Heartbeat | None, Seen]:
         with self._lock:  # also while it is read: signs must come in their order
-            seen = self._seen.get(worker)
+            seen = self._signs.seen.get(worker)
             if seen is not None and self.clock() - seen.looked_at < self.fresh_s:
                 return self._beats[worker], replace(seen)
             beat = self._beats[worker] = self._read(worker, task)
-            return beat, self._note(worker, None if beat is None else beat.count)
+            return beat, self._signs.note(worker, None if beat is None else beat.count)
 
     def _read(self, worker: str, task: int) -> Heartbeat | None:
         return read_heartbeat(self.files or FolderFiles(self.out), task, worker)
-
-    def _note(self, worker: str, sign: int | None) -> _Seen:
-        now = self.clock()
-        seen = self._seen.get(worker)
-        if seen is None or now - seen.looked_at > self.max_gap_s:
-            self._seen[worker] = seen = _Seen(sign, now)
-        elif seen.sign != sign:
-            self._seen[worker] = seen = _Seen(sign, now, has_changed=sign is not None)
-        else:
-            seen.silent_s += now - seen.looked_at
-            seen.looked_at = now
-        return replace(seen)
 
 
 def _has_ended(beat: Heartbeat | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from offline_diffusion.data.heartbeat import read_heartbeats
+from offline_diffusion.data.heartbeat import STALE_S, Heartbeat, SignWatch, read_heartbeats
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.progress import Counts
@@ -19,8 +19,8 @@ class FailuresElsewhere:
     """Counts what became of the shards that are not one worker's own.
 
     Published shards count by their markers, each read once, and those that others are at by these workers'
-    last signs. So the count is up to a few seconds old, and what a worker drew that died is missing until its
-    shard is taken over.
+    last signs, once they were seen to change. So the count is up to a few seconds old, and what a worker
+    drew that died is missing until its shard is taken over.
 
     Args:
         ledger: The open output folder.
@@ -40,6 +40,7 @@ class FailuresElsewhere:
         self._ledger, self._worker, self._todo, self._clock = ledger, worker, todo, clock
         self._published: dict[int, tuple[int, Counts]] = {}  # by shard, with the publication's number
         self._at_others: dict[int, Counts] = {}
+        self._signs = SignWatch(clock)
         self._counts, self._num_own = Counts(), -1
         self._next_look = clock()
 
@@ -60,13 +61,16 @@ class FailuresElsewhere:
         return self._counts
 
     def _read_signs(self) -> None:
-        now = time.time()  # of this machine: for who is long dead, or was of another boot, that does
         self._at_others = {
             index: Counts(shard.num_ok, shard.num_failed)
             for beat in read_heartbeats(self._ledger.out)
-            if beat.worker != self._worker and beat.alive(now)
+            if beat.worker != self._worker and self._is_at_work(beat)
             for index, shard in beat.shards.items()
         }
+
+    def _is_at_work(self, beat: Heartbeat) -> bool:
+        seen = self._signs.note(beat.worker, beat.count)
+        return beat.may_run and seen.has_changed and seen.silent_s < STALE_S
 
     def _read_new_markers(self) -> None:
         for index, number in self._ledger.numbers().items():

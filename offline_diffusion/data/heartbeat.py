@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import os
 import re
 import socket
+import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -68,14 +72,82 @@ class Heartbeat:
     images_per_s: float = 0.0
     shards: dict[int, OpenShard] = field(default_factory=dict)
 
-    def alive(self, now: float) -> bool:
-        """Whether the worker is at work, as far as its file says at one look.
+    @property
+    def may_run(self) -> bool:
+        """Whether the worker has not ended in good order, and is no process of this boot that has ended."""
+        return self.state == "running" and not is_known_dead(self.process)
 
-        Who takes a shard over relies on `claims.OwnerWatch` instead, which compares no clocks.
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of a worker: its last sign, how long that has not changed, whether it ever did."""
+
+    sign: int | None
+    looked_at: float
+    silent_s: float = 0.0
+    has_changed: bool = False
+
+
+@dataclass
+class SignWatch:
+    """Counts for how long workers are silent, for who looks again and again: no other clock counts.
+
+    Args:
+        clock: A monotonic clock in seconds.
+        max_gap_s: After a longer gap between two looks nothing is known of a worker.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    max_gap_s: float = math.inf
+    seen: dict[str, Seen] = field(default_factory=dict)
+
+    def note(self, worker: str, sign: int | None) -> Seen:
+        """Notes what a look has shown.
+
+        Args:
+            worker: Its name.
+            sign: The `Heartbeat.count` of its file; None without one.
         """
-        if self.state != "running" or is_known_dead(self.process):
-            return False
-        return now - self.updated_at < STALE_S
+        now = self.clock()
+        seen = self.seen.get(worker)
+        if seen is None or now - seen.looked_at > self.max_gap_s:
+            self.seen[worker] = seen = Seen(sign, now)
+        elif seen.sign != sign:
+            self.seen[worker] = seen = Seen(sign, now, has_changed=sign is not None)
+        else:
+            seen.silent_s += now - seen.looked_at
+            seen.looked_at = now
+        return replace(seen)
+
+
+def workers_at_work(out: Path, beats: Iterable[Heartbeat]) -> set[str]:
+    """Names of the workers that are at work, as far as a single look at their files tells.
+
+    A file's time is the file system's, so it is compared with that of one made there just now, whatever the
+    machines' clocks say. A time to come is of before that clock was set. Who can look again asks `SignWatch`.
+
+    Args:
+        out: The output folder. Where nothing can be written, this machine's clock is taken.
+        beats: What their files say.
+    """
+    running = [beat for beat in beats if beat.may_run]
+    now = _file_system_time(out) if running else 0.0
+    return {beat.worker for beat in running if abs(now - _changed_at(out, beat)) < STALE_S}
+
+
+def _file_system_time(out: Path) -> float:
+    try:
+        with tempfile.TemporaryFile(dir=out / SCRATCH) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
+
+
+def _changed_at(out: Path, beat: Heartbeat) -> float:
+    try:
+        return heartbeat_path(out, beat.task, beat.worker).stat().st_mtime
+    except OSError:  # deleted since
+        return -math.inf
 
 
 def heartbeat_name(task: int, worker: str) -> str:

@@ -11,7 +11,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from offline_diffusion.data.files import move_away, to_json
-from offline_diffusion.data.layout import SHARDS, Shard, StagedFolder, publication_name, staged_file
+from offline_diffusion.data.layout import (
+    SHARDS,
+    TABLES,
+    Shard,
+    StagedFolder,
+    publication_name,
+    staged_file,
+    table_file,
+)
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.publication import Publications
 from offline_diffusion.data.remote import Remote, RemotePublications
@@ -83,7 +91,7 @@ class HubPublications(RemotePublications):
         name = publication_name(staged.stem, staged.number)
         won = self.remote.storage.publish(
             {file.path: staged_file(staged.path, file.path) for file in marker.files},
-            surplus=self.surplus(staged, marker),
+            surplus=self._surplus(staged, marker),
             marker=(f"{SHARDS}/{name}.json", to_json(asdict(marker))),
             message=f"shard {marker.shard}: {marker.stop - marker.start} rows",
         )
@@ -103,3 +111,8 @@ class HubPublications(RemotePublications):
 
     def roll_forward(self, shard: Shard | None = None) -> None:
         self.clear_staged(shard)
+
+    def _surplus(self, staged: StagedFolder, marker: Marker) -> set[str]:
+        """Files that publications before may have and this one has not; their markers may be gone."""
+        first = {f"{table}/{table_file(staged.stem, 0)}" for table in TABLES}
+        return (self.earlier_paths(staged) | first) - {file.path for file in marker.files}

@@ -29,7 +29,6 @@ from offline_diffusion.data.layout import (
     StagedFolder,
     publication_name,
     staged_folders,
-    table_file,
 )
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.publication import Publications
@@ -264,12 +263,10 @@ class RemotePublications(Publications):
         self.remote.pull_marker(staged.stem, staged.number)
         return super(RemotePublications, self).is_committed(staged)
 
-    def surplus(self, staged: StagedFolder, marker: Marker) -> set[str]:
-        """Files that publications before may have and this one has not; their markers may be gone."""
-        kept = {file.path for file in marker.files}
+    def earlier_paths(self, staged: StagedFolder) -> set[str]:
+        """The files of all publications of a shard before this one."""
         markers = [self.marker(staged.stem, number) for number in range(staged.number)]
-        old = {file.path for each in markers if each is not None for file in each.files}
-        return {*old, *(f"{table}/{table_file(staged.stem, 0)}" for table in TABLES)} - kept
+        return {file.path for each in markers if each is not None for file in each.files}
 
     def clear_staged(self, shard: Shard | None = None) -> None:
         """Deletes what is staged here and has been published, or can no longer be.

@@ -267,7 +267,9 @@ class ShardWriter:
         try:
             for row, record in self._records():
                 self._add(row, record, *writers)
-            return self._make_marker(staged, [file for writer in writers for file in writer.close()])
+            least = self._ledger.publications.least_files(staged)
+            files = [file for writer in writers for file in writer.close(least.get(writer.table, 0))]
+            return self._make_marker(staged, files)
         finally:
             for writer in writers:
                 writer.discard()

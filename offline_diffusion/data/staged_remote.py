@@ -7,8 +7,10 @@ and unfinished shards go by way of it as well, so that machines need nothing els
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from offline_diffusion.data.files import move_away, to_json, write_file
 from offline_diffusion.data.heartbeat import Heartbeat, drop_old_signs, heartbeat_name
 from offline_diffusion.data.job_file import JOB_FILE, read_job
 from offline_diffusion.data.layout import (
+    FAILURES,
+    IMAGES,
     PARTIALS,
     SHARDS,
     STAGED,
@@ -29,6 +33,7 @@ from offline_diffusion.data.layout import (
     staged_file,
     staged_of,
     stem_of,
+    table_file,
 )
 from offline_diffusion.data.marker import Marker, PublishedFile
 from offline_diffusion.data.publication import MARKER_FILE, Publications
@@ -69,7 +74,13 @@ class StagedRemote(Remote):
 
     def pull_heartbeats(self) -> None:
         (self.out / TASKS).mkdir(parents=True, exist_ok=True)
-        self._pull(TASKS, sorted(self.storage.names(TASKS)))
+        ages = self.storage.ages(TASKS)
+        self._pull(TASKS, sorted(ages))
+        now = time.time()
+        for name, age_s in ages.items():
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                written_at = max(0.0, now - age_s)
+                os.utime(self.out / TASKS / name, (written_at, written_at))
 
     def push_heartbeat(self, heartbeat: Heartbeat, content: bytes) -> None:
         if time.monotonic() >= self._next_push or heartbeat.state != "running":
@@ -126,6 +137,16 @@ class StagedPublications(RemotePublications):
     def folders(self) -> list[StagedFolder]:
         return staged_of(self.staged, self.remote.storage.folders(STAGED))
 
+    def least_files(self, staged: StagedFolder) -> Mapping[str, int]:
+        """As many as earlier publications have: empty ones take the places of those that are not needed.
+
+        To delete these a process would need nothing that it could be too late for, as it does for all else.
+        """
+        first = {f"{table}/{table_file(staged.stem, 0)}" for table in (IMAGES, FAILURES)}  # metrics have rows
+        paths = self.earlier_paths(staged)
+        there = {path for path in first - paths if self.remote.storage.exists(path)}
+        return Counter(path.split("/")[0] for path in paths | there)
+
     def commit(self, staged: StagedFolder, marker: Marker) -> bool:
         self.remote.check_current()
         storage, content = self.remote.storage, to_json(asdict(marker))
@@ -148,9 +169,6 @@ class StagedPublications(RemotePublications):
         for file in marker.files:
             with contextlib.suppress(FileNotFoundError):  # copied by somebody else, or too late
                 storage.copy(self._place(staged, file), file.path)
-        if not self.remote.pull_marker(staged.stem, staged.number + 1):
-            for path in self.surplus(staged, marker):
-                storage.remove(path)
         storage.remove_folder(f"{STAGED}/{staged.path.name}")
         self.remote.drop_parked(
             lambda name: stem_of(name) == staged.stem and generation_of(name) <= staged.generation

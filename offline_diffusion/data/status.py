@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from offline_diffusion.data.heartbeat import Heartbeat, OpenShard, read_heartbeats
+from offline_diffusion.data.heartbeat import Heartbeat, OpenShard, read_heartbeats, workers_at_work
 from offline_diffusion.data.ledger import Ledger, open_to_read
 from offline_diffusion.data.marker import Marker
 
@@ -113,31 +112,30 @@ class Status:
         return asdict(self) | {"finished": self.finished}
 
 
-def read_status(out: Path | str, *, now: float | None = None) -> Status:
+def read_status(out: Path | str) -> Status:
     """Reads markers and heartbeats.
 
     Args:
         out: The output folder, or a URL of object storage.
-        now: Seconds since the epoch, for judging who is alive; None takes the clock.
 
     Raises:
         JobError: The folder is not one of ours.
     """
     with open_to_read(str(out)) as ledger:
-        return status_of(ledger, name=str(out), now=now)
+        return status_of(ledger, name=str(out))
 
 
-def status_of(ledger: Ledger, *, name: str | None = None, now: float | None = None) -> Status:
+def status_of(ledger: Ledger, *, name: str | None = None) -> Status:
     """Likewise, from books at hand, see ``Ledger.pull``; ``name`` is what the user calls the output."""
-    now = time.time() if now is None else now
     markers = ledger.markers()
     beats = read_heartbeats(ledger.out)
-    shards = _shards(ledger, markers, beats, now)
+    at_work = workers_at_work(ledger.out, beats)
+    shards = _shards(ledger, markers, beats, at_work)
     running = [shard for shard in shards if shard.state == "running"]
-    rate = sum((beat.images_per_s for beat in beats if beat.alive(now)), 0.0)
+    rate = sum((beat.images_per_s for beat in beats if beat.worker in at_work), 0.0)
     num_rows_done = sum(marker.stop - marker.start for marker in markers.values())
     num_ok, num_failed = sum(shard.num_ok for shard in shards), sum(shard.num_failed for shard in shards)
-    workers = _workers(beats, markers, now)
+    workers = _workers(beats, markers, at_work)
     tasks = _tasks(workers, markers)
     if len(markers) == len(ledger.shards):
         rate = sum({worker.task: worker.images_per_s for worker in workers}.values())
@@ -161,7 +159,7 @@ def status_of(ledger: Ledger, *, name: str | None = None, now: float | None = No
 
 
 def _shards(
-    ledger: Ledger, markers: Mapping[int, Marker], beats: list[Heartbeat], now: float
+    ledger: Ledger, markers: Mapping[int, Marker], beats: list[Heartbeat], at_work: Collection[str]
 ) -> list[ShardStatus]:
     found = {
         index: ShardStatus(
@@ -175,11 +173,12 @@ def _shards(
         )
         for index, marker in markers.items()
     }
-    for beat in sorted(beats, key=lambda beat: beat.updated_at):
+    # Of several that speak of a shard whoever is at work counts, whatever the clock of one that died says.
+    for beat in sorted(beats, key=lambda beat: (beat.worker in at_work, beat.updated_at)):
         for index, counts in beat.shards.items():
             if index not in markers:
-                found[index] = _open_shard(index, counts, beat, alive=beat.alive(now))
-            elif beat.alive(now):  # its failures are being retried
+                found[index] = _open_shard(index, counts, beat, alive=beat.worker in at_work)
+            elif beat.worker in at_work:  # its failures are being retried
                 found[index] = replace(found[index], state="running")
     for path in ledger.partials.glob("*.arrows"):
         index = int(path.name.split(".")[0].split("-")[1])
@@ -198,13 +197,15 @@ def _open_shard(index: int, counts: OpenShard, beat: Heartbeat, *, alive: bool) 
     )
 
 
-def _workers(beats: list[Heartbeat], markers: Mapping[int, Marker], now: float) -> list[WorkerStatus]:
+def _workers(
+    beats: list[Heartbeat], markers: Mapping[int, Marker], at_work: Collection[str]
+) -> list[WorkerStatus]:
     num_done = Counter(marker.worker for marker in markers.values())
-    return [_worker(beat, num_done[beat.worker], now) for beat in beats]
+    return [_worker(beat, num_done[beat.worker], is_at_work=beat.worker in at_work) for beat in beats]
 
 
-def _worker(beat: Heartbeat, num_shards_done: int, now: float) -> WorkerStatus:
-    lost = beat.state == "running" and not beat.alive(now)
+def _worker(beat: Heartbeat, num_shards_done: int, *, is_at_work: bool) -> WorkerStatus:
+    lost = beat.state == "running" and not is_at_work
     state: WorkerState = "lost" if lost else beat.state
     mean = (beat.num_ok + beat.num_failed) / max(1e-3, beat.updated_at - beat.started_at)
     return WorkerStatus(

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import time
 from collections.abc import Sequence
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,9 @@ _PASSING = {408, 409, 425, 429}
 """Of the HTTP statuses from 400 to 499 those that may pass."""
 _S3_OPTIONS = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}}
 """Ours is the patience: with that of the libraries one try could take 25 minutes."""
+
+_DATES = ("LastModified", "uploaded_at", "last_modified", "mtime", "modified", "created")
+"""Where the file systems say when an object was written, as a time or in seconds since the epoch."""
 
 _BATCH = 256
 _CREDENTIALS_HINT = (
@@ -45,11 +52,22 @@ class Storage(RemoteFolder):
         self._fs, self._root = _file_system(self.url)
         # In one piece: for several, its size would have to be asked for first.
         protocol = self.url.split("://", maxsplit=1)[0]
-        self._in_one = {"max_concurrency": 1} if protocol in _S3 else {}
+        self._is_s3 = protocol in _S3
+        self._in_one = {"max_concurrency": 1} if self._is_s3 else {}
         self._has_folders = protocol not in _EXTRAS
 
     def names(self, folder: str) -> dict[str, int]:
         return {name: entry["size"] or 0 for name, entry in self._list(folder) if entry["type"] == "file"}
+
+    def ages(self, folder: str) -> dict[str, float]:
+        """The files directly in a folder, each with the seconds since it was written.
+
+        By S3's own clock; the dates of other storage are compared with this machine's. What has none is
+        infinitely old.
+        """
+        entries = [(name, entry) for name, entry in self._list(folder) if entry["type"] == "file"]
+        now = self._do(folder, self._now) if entries else 0.0
+        return {name: now - _written_at(entry) for name, entry in entries}
 
     def folders(self, folder: str) -> list[str]:
         return sorted(name for name, entry in self._list(folder) if entry["type"] == "directory")
@@ -139,6 +157,15 @@ class Storage(RemoteFolder):
         """
         self._do(target, lambda: self._fs.cp_file(self._full(source), self._full(target)))
 
+    def _now(self) -> float:
+        """Seconds since the epoch."""
+        if not self._is_s3:
+            return time.time()
+        bucket, prefix, _ = self._fs.split_path(self._root)
+        answer = self._fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=f"{prefix}/", MaxKeys=1)
+        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        return parsedate_to_datetime(date).timestamp() if date else time.time()
+
     def _cat(self, path: str) -> bytes:
         return bytes(self._fs.cat_file(self._full(path), **self._in_one))
 
@@ -208,6 +235,11 @@ def _file_system(url: str) -> tuple[Any, str]:
     if protocol in _S3:
         fs.retries = 1
     return fs, str(root).rstrip("/")
+
+
+def _written_at(entry: dict[str, Any]) -> float:
+    found = next((entry[key] for key in _DATES if entry.get(key) is not None), -math.inf)
+    return found.timestamp() if isinstance(found, datetime) else float(found)
 
 
 def _content(answer: bytes | FileNotFoundError) -> bytes:

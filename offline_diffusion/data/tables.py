@@ -58,7 +58,8 @@ class TableWriter:
         schema: pa.Schema,
         build: Callable[[list[Row]], pa.Table],
     ) -> None:
-        self._folder, self._table, self._stem = folder, table, stem
+        self.table = table
+        self._folder, self._stem = folder, stem
         self._schema, self._build = schema, build
         self._options = _parquet_options(schema)
         self._rows: list[Row] = []
@@ -77,15 +78,21 @@ class TableWriter:
         self._rows.append(row)
         self._num_bytes += num_bytes
 
-    def close(self) -> list[PublishedFile]:
+    def close(self, least_files: int = 0) -> list[PublishedFile]:
         """Ends the table. Its files are durable, but not in their place.
 
+        Args:
+            least_files: With fewer files empty ones are added.
+
         Returns:
-            What they will be published as; none without rows.
+            What they will be published as; without rows only empty ones.
         """
         if self._rows:
             self._flush()
         self._end_file()
+        while len(self._written) < least_files:
+            self._begin_file()
+            self._end_file()
         return self._written
 
     def discard(self) -> None:
@@ -117,7 +124,7 @@ class TableWriter:
         self._num_rows += table.num_rows
 
     def _begin_file(self) -> None:
-        target = f"{self._table}/{table_file(self._stem, len(self._written))}"
+        target = f"{self.table}/{table_file(self._stem, len(self._written))}"
         self._file = open(staged_file(self._folder, target), "xb")  # noqa: SIM115  (lives on)
         self._writer = pq.ParquetWriter(self._file, self._schema, **self._options)
         self._written.append(PublishedFile(target, 0, 0, None))

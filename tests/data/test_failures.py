@@ -58,15 +58,20 @@ def test_what_is_made_again_does_not_count_until_it_is(ledger: Ledger) -> None:
 
 
 def test_what_others_are_at_counts(ledger: Ledger) -> None:
-    beat(ledger, "me", {0: (1, 1)})
-    beat(ledger, "alive", {1: (0, 2), 2: (1, 1)}, process=ProcessId())
-    beat(ledger, "before it", {1: (0, 1)}, process=ProcessId(), started_at=5.0)  # has lost it to that one
-    beat(ledger, "ended", {3: (1, 1)}, state="stopped")
-    beat(ledger, "dead", {4: (1, 1)}, process=replace(this_process(), pid=2**22))
-    assert FailuresElsewhere(ledger, "me", NEW).count([]) == Counts(1, 3, 0)
-    assert FailuresElsewhere(ledger, "me", NEW).count([1]) == Counts(1, 1, 0)
+    clock = Clock()
+    elsewhere = FailuresElsewhere(ledger, "me", NEW, clock)
+    for expected in (Counts(), Counts(1, 3, 0)):  # at the second look they have changed
+        beat(ledger, "me", {0: (1, 1)})
+        beat(ledger, "alive", {1: (0, 2), 2: (1, 1)}, process=ProcessId())
+        beat(ledger, "before it", {1: (0, 1)}, process=ProcessId(), started_at=5.0)  # has lost it to that one
+        beat(ledger, "ended", {3: (1, 1)}, state="stopped")
+        beat(ledger, "dead", {4: (1, 1)}, process=replace(this_process(), pid=2**22))
+        assert elsewhere.count([]) == expected
+        clock.now += 5.0
+    assert elsewhere.count([1]) == Counts(1, 1, 0)
     run_job(ledger, ROWS)
-    assert FailuresElsewhere(ledger, "me", NEW).count([0]) == Counts(10, 0, 0), "its marker is newer"
+    clock.now += 5.0
+    assert elsewhere.count([0]) == Counts(10, 0, 0), "its marker is newer"
 
 
 def test_looks_are_seldom_and_read_a_marker_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +97,26 @@ def test_looks_are_seldom_and_read_a_marker_once(ledger: Ledger, monkeypatch: py
     assert len(read) == 6
 
 
-def test_a_sign_that_is_old_or_of_another_boot_does_not_count(ledger: Ledger, tmp_path: Path) -> None:
-    """Its process cannot be asked for; what it made is counted again by who takes its shard over."""
-    elsewhere = ProcessId(host="h", boot_id="another", pid_namespace="p", pid=1, started="1")
-    beat(ledger, "gone", {0: (1, 7)}, process=elsewhere)
-    path = heartbeat_path(ledger.out, 0, "gone")
-    assert FailuresElsewhere(ledger, "me", NEW).count([]) == Counts(1, 7, 0), "it may be at work"
-    sign = json.loads(path.read_text())
-    path.write_text(json.dumps(sign | {"updated_at": sign["updated_at"] - 3600}))
-    assert FailuresElsewhere(ledger, "me", NEW).count([]) == Counts()
+@pytest.mark.parametrize("clock_s", [-60.0, 0.0, 7_200.0])
+def test_only_signs_that_change_count_whatever_the_clock_of_their_worker_says(
+    ledger: Ledger, clock_s: float
+) -> None:
+    """Its process cannot be asked for; what it made is counted again by who takes its shard over. Catches a
+    comparison of two machines' clocks, and the sign of an earlier run that counts at the start."""
+    process = ProcessId(host="h", boot_id="another", pid_namespace="p", pid=1, started="1")
+    clock = Clock()
+    elsewhere = FailuresElsewhere(ledger, "me", NEW, clock)
+
+    def look(*, sign: bool) -> Counts:
+        if sign:
+            beat(ledger, "other", {0: (1, 7)}, process=process)
+            path = heartbeat_path(ledger.out, 0, "other")
+            values = json.loads(path.read_text())
+            path.write_text(json.dumps(values | {"updated_at": values["updated_at"] + clock_s}))
+        clock.now += 10.0
+        return elsewhere.count([])
+
+    assert look(sign=True) == Counts(), "it may be dead since yesterday"
+    assert look(sign=True) == Counts(1, 7, 0)
+    assert [look(sign=False).num_failed for _ in range(4)] == [7, 7, 0, 0]
+    assert look(sign=True) == Counts(1, 7, 0), "it was only frozen"

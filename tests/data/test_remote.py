@@ -9,18 +9,24 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import fsspec
+import pyarrow.parquet as pq
 import pytest
 from output_fakes import all_images, contents, make_identity, make_output, make_rows, run_job
 from s3_server import BUCKET, Fault, S3Request, S3Server
 
 from offline_diffusion.config import make_job_config
+from offline_diffusion.data import heartbeat, tables
+from offline_diffusion.data import storage as storage_module
 from offline_diffusion.data.claims import Claims
 from offline_diffusion.data.files import to_json
-from offline_diffusion.data.heartbeat import Heartbeat
+from offline_diffusion.data.heartbeat import Heartbeat, heartbeat_name
 from offline_diffusion.data.ledger import Ledger, open_to_read
+from offline_diffusion.data.process import ProcessId
 from offline_diffusion.data.quick_check import find_broken
 from offline_diffusion.data.shard_queue import ShardQueue
 from offline_diffusion.data.sink import Sink
@@ -220,7 +226,106 @@ def test_failures_are_retried(s3: S3Server, tmp_path: Path, whole: Path) -> None
     assert drawn == [(0, 1)]
     check(s3, tmp_path / "copy", whole)
     assert {"_state/shards/shard-00000.json", "_state/shards/shard-00000.r1.json"} <= set(s3.keys("job"))
-    assert "failures/shard-00000.parquet" not in s3.keys("job"), "surplus of the publication before"
+    assert pq.read_table(tmp_path / "copy" / "failures" / "shard-00000.parquet").num_rows == 0
+    deleted = [request.key for request in s3.requests if request.verb == "DELETE"]
+    assert not [key for key in deleted if not key.startswith("job/_state/")], "anybody may do that late"
+
+
+def test_files_that_a_publication_does_not_need_any_more_are_empty(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five files of images and one of failures, then one and none; markers may be gone. Catches files of the
+    publication before that readers of the folder take in."""
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "FILE_BYTES", 0)
+        patch.setattr(tables, "ROW_GROUP_ROWS", 1)
+        run_job(open_job(tmp_path / "work", rows=3), ROWS[:3], failing={(0, 1): "nan"})
+    parts = [key for key in s3.keys("job") if key.startswith("images/")]
+    assert len(parts) == 5
+    run_job(open_job(tmp_path / "elsewhere", rows=3), ROWS[:3], retry_failed=True)
+    copy = s3.download("job", tmp_path / "copy")
+    assert [len(pq.read_table(copy / part)) for part in sorted(parts)] == [6, 0, 0, 0, 0]
+    assert verify(copy, num_threads=1).problems == []
+    images = datasets.load_dataset(str(copy), "images", split="train", cache_dir=str(tmp_path / "cache"))
+    assert [(row["row"], row["image_index"]) for row in images] == [(n // 2, n % 2) for n in range(6)]
+    assert datasets.get_dataset_config_names(str(copy)) == ["images", "metrics"]
+    for key in list(s3.keys("job/_state/shards")):
+        s3.delete(f"job/_state/shards/{key}")
+    s3.put("job/failures/shard-00000.parquet", (copy / "metrics" / "shard-00000.parquet").read_bytes())
+    run_job(open_job(tmp_path / "work", rows=3), ROWS[:3])
+    copy = s3.download("job", tmp_path / "another copy")
+    assert pq.read_table(copy / "failures" / "shard-00000.parquet").num_rows == 0
+
+
+def freeze_in_move(
+    patch: pytest.MonkeyPatch, late: Ledger, last: int, others: Callable[[], None]
+) -> list[str]:
+    """Lets others act before the ``last``-th request that a worker makes to put files into their places.
+
+    Returns:
+        The paths of these requests, as they are made.
+    """
+    assert late.remote is not None
+    do, move, frozen = Storage._do, StagedPublications.move, late.remote.storage
+    moving, requests = threading.Event(), list[str]()
+
+    def freezing(self: Storage, path: str, request: Callable[[], Any]) -> Any:
+        if self is frozen and moving.is_set():
+            requests.append(path)
+            if len(requests) == last:
+                others()
+        return do(self, path, request)
+
+    def moves(self: StagedPublications, *arguments: Any) -> None:
+        if self.remote.storage is frozen:
+            moving.set()
+        move(self, *arguments)
+        if self.remote.storage is frozen:
+            moving.clear()
+
+    patch.setattr(Storage, "_do", freezing)
+    patch.setattr(StagedPublications, "move", moves)
+    return requests
+
+
+@pytest.mark.slow
+def test_a_winner_frozen_before_any_request_of_its_move_changes_nothing(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It puts a retry without failures into its place; meanwhile something breaks and the shard is published
+    again, with failures and in more files. Catches whatever it does by a final name after a look."""
+    rows, after = make_rows(2), dict[str, str]()
+
+    def others() -> None:
+        ledger = open_job(tmp_path / f"{last} work", rows=2)
+        s3.delete("job/metrics/shard-00000.parquet")
+        with monkeypatch.context() as patch:
+            patch.setattr(tables, "FILE_BYTES", 0)
+            patch.setattr(tables, "ROW_GROUP_ROWS", 1)
+            run_job(ledger, rows, failing={(1, 0): "nan"})
+        after.update(table_tags(s3))
+
+    for last in range(1, 100):
+        s3.reset()
+        after.clear()
+        run_job(open_job(tmp_path / f"{last} first", rows=2), rows, failing={(0, 0): "nan"})
+        late = open_job(tmp_path / f"{last} late", rows=2)
+        with monkeypatch.context() as patch:
+            requests = freeze_in_move(patch, late, last, others)
+            run_job(late, rows, retry_failed=True)
+        if len(requests) < last:
+            break
+        assert {"failures/shard-00000.parquet", "metrics/shard-00000.part001.parquet"} <= after.keys()
+        assert table_tags(s3) == after, requests[last - 1 :]
+        report = verify(s3.download("job", tmp_path / f"{last} copy"), num_threads=1)
+        assert (report.problems, report.num_images) == ([], 1)
+    assert last > 8
+
+
+def table_tags(s3: S3Server) -> dict[str, str]:
+    """What is in the tables' folders."""
+    keys = [key for key in s3.keys("job") if key.startswith(("images/", "metrics/", "failures/"))]
+    return {key: s3.client.get_object(Bucket=BUCKET, Key=f"job/{key}")["ETag"] for key in keys}
 
 
 def test_a_late_winner_changes_nothing(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +436,28 @@ def test_status_and_verify_read_the_storage_alone(s3: S3Server, tmp_path: Path) 
         (3, 5, []),
         (3, 4, []),
     ]
+
+
+def test_who_is_at_work_is_told_by_the_clock_of_the_storage(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the worker's clock nor by the reader's: both may be wrong."""
+    ledger = open_job(tmp_path)
+    assert ledger.remote is not None
+    process = ProcessId(host="h", boot_id="another", pid_namespace="p", pid=1, started="1")
+    for hours in (-2, 0, 2):
+        beat = Heartbeat(task=0, num_tasks=1, worker=f"w{hours}", process=process)
+        beat.updated_at = time.time() + hours * 3600
+        s3.put(f"job/{heartbeat_name(0, beat.worker)}", to_json(asdict(beat)))
+        monkeypatch.setattr(
+            storage_module, "time", SimpleNamespace(time=lambda h=hours: time.time() + h * 3600)
+        )
+        states = [worker.state for worker in read_status(URL).workers]
+        assert states == ["running"] * len(states)
+    assert len(states) == 3
+    time.sleep(2.1)
+    monkeypatch.setattr(heartbeat, "STALE_S", 1.0)  # dates over there are whole seconds
+    assert {worker.state for worker in read_status(URL).workers} == {"lost"}
 
 
 def test_nothing_there_is_told(s3: S3Server) -> None:
@@ -523,9 +650,11 @@ def test_a_stop_waits_for_the_upload_at_work_and_for_no_other(s3: S3Server, tmp_
     sink = Sink(ledger)
     for shard in ledger.shards:
         sink.open_shard(shard, ROWS[shard.start : shard.stop])
-    for image in all_images(ROWS):
-        sink.submit(image.row // 3, image, make_output(image))
+    for image in all_images(ROWS[:3]):
+        sink.submit(0, image, make_output(image))
     assert began.wait(10)
+    for image in all_images(ROWS[3:]):  # else they may be all written before the last of the first shard
+        sink.submit(1, image, make_output(image))
     deadline = time.monotonic() + 10
     while len(sink.finished(1) or ()) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,17 +1,38 @@
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from output_fakes import all_images, make_output, make_rows, open_ledger, run_job
 
 from offline_diffusion.cli.main import main
+from offline_diffusion.data import heartbeat
 from offline_diffusion.data import sink as sink_module
+from offline_diffusion.data.heartbeat import Heartbeat, OpenShard, write_heartbeat
+from offline_diffusion.data.process import ProcessId
 from offline_diffusion.data.sink import Sink
 from offline_diffusion.data.status import read_status
 from offline_diffusion.errors import JobError
+
+
+def date_sign(out: Path, name: str, seconds: float) -> None:
+    """Dates a sign of life so long after a file that is made there now."""
+    (out / "now").touch()
+    now = (out / "now").stat().st_mtime
+    (out / "now").unlink()
+    os.utime(out / "_state" / "tasks" / name, (now + seconds, now + seconds))
+
+
+def edit_sign(out: Path, name: str, **values: Any) -> None:
+    path = out / "_state" / "tasks" / name
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | values))
 
 
 def test_a_fresh_folder_has_everything_before_it(tmp_path: Path) -> None:
@@ -72,7 +93,11 @@ def test_a_running_job_shows_its_rate_and_what_is_left(
     assert ["1", "running", "1", "3", "3", "0"] in [line.split()[:6] for line in text.splitlines()]
     assert status.images_per_s > 0
     assert status.eta_s == pytest.approx((8 - 3) / status.images_per_s)
-    silent = read_status(tmp_path, now=time.time() + 60)
+    with monkeypatch.context() as frozen:
+        frozen.setattr(ledger, "beat", lambda _: None)
+        time.sleep(0.2)  # for a sign that is on its way
+        date_sign(tmp_path, "task-00001.node7-0.json", -60)
+        silent = read_status(tmp_path)
     assert [worker.state for worker in silent.workers] == [task.state for task in silent.tasks] == ["lost"]
     assert [shard.state for shard in silent.shards] == ["done", "begun"]
     assert silent.images_per_s == 0.0
@@ -146,6 +171,72 @@ def test_an_array_from_the_folder_alone(tmp_path: Path) -> None:
         sink.close(abandon=True)
 
 
+ELSEWHERE = {"host": "node7", "boot_id": "another", "pid_namespace": "p", "pid": 1, "started": "1"}
+"""A process that nobody here can ask about."""
+
+
+@pytest.mark.parametrize("clock_s", [-60.0, 7_200.0])
+def test_a_worker_whose_clock_is_wrong(tmp_path: Path, clock_s: float) -> None:
+    """Catches a comparison of the worker's clock with this machine's: by it a live one is lost, or a dead one
+    runs for hours."""
+    ledger = open_ledger(tmp_path, 4, 2)
+    sink = Sink(ledger, worker="w")
+    sink.open_shard(ledger.shards[1], make_rows(4)[2:])
+    sink.close(abandon=True)
+    name, at = "task-00000.w.json", time.time() + clock_s
+    shards = {"1": {"num_images": 2, "num_ok": 1, "num_failed": 0}}
+    edit_sign(tmp_path, name, state="running", process=ELSEWHERE, updated_at=at, shards=shards)
+    alive = read_status(tmp_path)
+    assert ([w.state for w in alive.workers], [s.state for s in alive.shards]) == (["running"], ["running"])
+    for seconds in (-31, 31):  # the file system's clock was set back in the second case
+        date_sign(tmp_path, name, seconds)
+        dead = read_status(tmp_path)
+        assert ([w.state for w in dead.workers], [s.state for s in dead.shards]) == (["lost"], ["begun"])
+    assert not list(ledger.scratch.iterdir())
+
+
+def test_the_clock_of_the_file_system_counts_and_without_leave_to_write_this_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is on a server whose clock is an hour behind."""
+    ledger = open_ledger(tmp_path, 4, 2)
+    write_heartbeat(tmp_path, Heartbeat(task=0, num_tasks=1, worker="w", process=ProcessId(**ELSEWHERE)))
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(time=lambda: time.time() + 3_600))
+    assert [worker.state for worker in read_status(tmp_path).workers] == ["running"]
+    ledger.scratch.rename(tmp_path / "away")
+    assert [worker.state for worker in read_status(tmp_path).workers] == ["lost"]
+
+
+def test_who_took_a_shard_over_is_shown_though_the_dead_ones_clock_was_ahead(tmp_path: Path) -> None:
+    """Catches signs that are put in order by the clocks of several machines."""
+    open_ledger(tmp_path, 4, 2)
+    for task, worker in enumerate(("heir", "dead")):
+        sign = Heartbeat(task=task, num_tasks=2, worker=worker, process=ProcessId(**ELSEWHERE))
+        sign.shards[0] = OpenShard(num_images=2, num_ok=1)
+        write_heartbeat(tmp_path, sign)
+    edit_sign(tmp_path, "task-00001.dead.json", updated_at=time.time() + 7_200)
+    date_sign(tmp_path, "task-00001.dead.json", -60)
+    assert [(s.shard, s.state, s.task) for s in read_status(tmp_path).shards] == [(0, "running", 0)]
+
+
+def test_a_process_of_this_machine_that_was_killed_is_lost_at_once(tmp_path: Path) -> None:
+    """However fresh its sign is."""
+    open_ledger(tmp_path, 4, 2)
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from offline_diffusion.data.heartbeat import Heartbeat, write_heartbeat\n"
+        "write_heartbeat(Path(sys.argv[1]), Heartbeat(task=0, num_tasks=1, worker='w'))\n"
+        "print('begun', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        assert [worker.state for worker in read_status(tmp_path).workers] == ["running"]
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody has asked about it
+        assert [worker.state for worker in read_status(tmp_path).workers] == ["lost"]
+
+
 def test_a_damaged_heartbeat_is_left_out(tmp_path: Path) -> None:
     run_job(open_ledger(tmp_path, 2, 2), make_rows(2))
     (tmp_path / "_state" / "tasks" / "task-00001.json").write_text('{"shards": {"x": 1}}')
@@ -159,11 +250,8 @@ def test_not_an_output_folder(tmp_path: Path) -> None:
 
 def test_a_task_that_has_ended_shows_its_mean(tmp_path: Path) -> None:
     run_job(open_ledger(tmp_path, 6, 2), make_rows(6), failing={(1, 0): "nan"})
-    path = tmp_path / "_state" / "tasks" / "task-00000.json"
-    beat = json.loads(path.read_bytes())
-    beat["started_at"] = beat["updated_at"] - 12.0
-    path.write_text(json.dumps(beat))
-    status = read_status(tmp_path, now=beat["updated_at"] + 86_400)
+    edit_sign(tmp_path, "task-00000.json", started_at=1_000.0, updated_at=1_012.0)
+    status = read_status(tmp_path)
     assert [worker.images_per_s for worker in status.workers] == [pytest.approx(0.5)]
     assert status.images_per_s == pytest.approx(0.5)
     shown = CliRunner().invoke(main, ["status", str(tmp_path)]).stdout.splitlines()[0]
