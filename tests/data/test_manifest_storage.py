@@ -38,7 +38,7 @@ SOURCES: dict[str, tuple[str, Callable[[], dict[str, bytes]]]] = {
     "parquet": ("m.parquet", lambda: {"m.parquet": parquet()}),
     "folder": ("set", lambda: {"set/a.jsonl": JSONL[: JSONL.index(b"\n") + 1], "set/b.parquet": parquet()}),
     "glob": ("set/*.jsonl", lambda: {"set/a.jsonl": JSONL, "set/b.csv": b"prompt\nno\n"}),
-    "prompt files": ("texts", lambda: {f"texts/{n:03d}.txt": b"a red cup" for n in range(5)}),
+    "prompt files": ("texts", lambda: {f"texts/{n:03d}.txt": b"a red cup" for n in range(2)}),
 }
 
 
@@ -46,33 +46,33 @@ def url(name: str) -> str:
     return f"s3://{BUCKET}/{name}"
 
 
-def fail_first(s3: S3Server, num_times: int, kind: Fault = "busy") -> Counter[S3Request]:
-    """Each request fails so often before it succeeds."""
+def fail_twice(s3: S3Server) -> Counter[S3Request]:
+    """Each request fails in two ways before it succeeds."""
     seen: Counter[S3Request] = Counter()
 
     def fault(request: S3Request) -> Fault | None:
         seen[request] += 1
-        return kind if seen[request] <= num_times else None
+        faults: dict[int, Fault] = {1: "busy", 2: "lost"}
+        return faults.get(seen[request])
 
     s3.fault = fault
     return seen
 
 
 @pytest.mark.parametrize("kind", list(SOURCES))
-@pytest.mark.parametrize("fault", ["busy", "lost"])
-def test_requests_that_fail_are_made_again(s3: S3Server, kind: str, fault: Fault) -> None:
+def test_requests_that_fail_are_made_again(s3: S3Server, kind: str) -> None:
     """Opening, listing, ranges and stamps: catches any of them without patience, and rows lost or twice."""
     source, content = SOURCES[kind]
     for key, value in content().items():
         s3.put(key, value)
     whole = [row.prompt for row in opened(url(source)).read()]  # type: ignore[union-attr]
-    seen = fail_first(s3, 2, fault)
+    seen = fail_twice(s3)
     said: list[str] = []
     manifest = opened(url(source), requests=RequestsAgain(say=said.append))
     assert [row.prompt for row in manifest.read()] == whole  # type: ignore[union-attr]
     assert same_manifest(manifest.fingerprint(), manifest) == []
     assert max(seen.values()) > 2
-    assert len(whole) == {"folder": NUM_ROWS + 1, "prompt files": 5}.get(kind, NUM_ROWS)
+    assert len(whole) == {"folder": NUM_ROWS + 1, "prompt files": 2}.get(kind, NUM_ROWS)
     assert any(line.endswith("trying again, for at most 300 s") for line in said), said
 
 
@@ -94,7 +94,7 @@ def test_a_fault_in_mid_file(s3: S3Server, monkeypatch: pytest.MonkeyPatch, kind
 
     s3.fault = fault
     assert [row.prompt for row in manifest.read()] == PROMPTS  # type: ignore[union-attr]
-    assert num_reads > 6
+    assert num_reads >= 6
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "prompt files"])
@@ -105,20 +105,15 @@ def test_an_outage_ends_in_good_order(s3: S3Server, kind: str, when: str) -> Non
         s3.put(key, value)
     said: list[str] = []
     requests = RequestsAgain(say=said.append, give_up_after_s=0.3)
-    if when == "open":
-        s3.fault = lambda _: "busy"
-    else:
-        manifest = opened(url(source), requests=requests)
-        s3.fault = lambda request: "busy" if when == "stamp" or request.verb == "GET" else None
-    with pytest.raises(
-        JobInterrupted, match=r"cannot be reached: .*\nhint: the same command goes on"
-    ) as caught:
-        if when == "open":
-            opened(url(source), requests=requests)
-        elif when == "read":
-            list(manifest.read())
-        else:
-            manifest.fingerprint()
+    manifest = opened(url(source), requests=requests)
+    actions: dict[str, Callable[[], Any]] = {
+        "open": lambda: opened(url(source), requests=requests),
+        "read": lambda: list(manifest.read()),
+        "stamp": manifest.fingerprint,
+    }
+    s3.fault = lambda request: "busy" if when != "read" or request.verb == "GET" else None
+    with pytest.raises(JobInterrupted, match=r"cannot be reached: .*\nhint: the same command goes") as caught:
+        actions[when]()
     assert caught.value.exit_code == 75
     assert [line for line in said if line.startswith(url(source)) and "for at most 0 s" in line]
 
@@ -166,7 +161,7 @@ def test_a_file_that_changes_or_goes(s3: S3Server) -> None:
 
 def test_a_folder_of_prompt_files_is_looked_at_by_listing_it(s3: S3Server) -> None:
     """Not by a request for each file, and none is read again at a later start."""
-    for n in range(40):
+    for n in range(12):
         s3.put(f"texts/{n:03d}.txt", b"a red cup")
     before = json.loads(json.dumps(opened(url("texts")).fingerprint()))
     again = opened(url("texts"))
