@@ -88,9 +88,7 @@ def test_a_manifest_that_is_gone(tmp_path: Path, whole: dict[Any, Any], change: 
     content = manifest.read_bytes()
     first = Runner()
     first.on_step = at_step(3, lambda: change(manifest))
-    with pytest.raises(
-        ManifestError, match=r"m\.jsonl: cannot be read: it is not there\nhint: once"
-    ) as caught:
+    with pytest.raises(ManifestError, match=r"m\.jsonl: cannot be read: it is not there\n") as caught:
         first.run(manifest, out, **OPTIONS)
     assert caught.value.exit_code == 1
     assert 0 < sum(first.finished.values()) < NUM_ROWS
@@ -124,7 +122,7 @@ def test_a_manifest_on_storage_that_is_away(
         return "busy"
 
     first.on_step = at_step(3, lambda: setattr(s3, "fault", fault))
-    with pytest.raises(JobInterrupted, match=r"m\.jsonl cannot be reached: .*made up") as caught:
+    with pytest.raises(JobInterrupted, match=r"m\.jsonl cannot be reached: .*Service Unavailable") as caught:
         first.run(source, out, stop=stop, say=lines.append, **OPTIONS)
     assert caught.value.exit_code == 75
     assert [line for line in lines if line.startswith(source) and "trying again, for at most 300 s" in line]
