@@ -12,6 +12,7 @@ import pytest
 from job_fakes import SMALL, CountingEngine, Runner, make_rows, pixels_by_key, read_table, write_jsonl
 
 from offline_diffusion import job
+from offline_diffusion.data.readers.files import DataFile
 from offline_diffusion.data.verify import verify
 from offline_diffusion.errors import JobInterrupted, ManifestError
 from offline_diffusion.progress import StopFlag
@@ -140,3 +141,25 @@ def test_a_manifest_on_storage_that_is_away(
     assert failing
     assert not set(first.finished) & set(second.finished)
     assert pixels_by_key(out) == whole
+
+
+def test_a_manifest_that_was_only_touched_is_read_through_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an index that keeps the old time: every start would read the manifest through."""
+    manifest, out = make_manifest(tmp_path / "m.jsonl"), tmp_path / "out"
+    num_digests, real = 0, DataFile.digest
+
+    def counting(file: DataFile) -> str:
+        nonlocal num_digests
+        num_digests += 1
+        return real(file)
+
+    monkeypatch.setattr(DataFile, "digest", counting)
+    counts = []
+    for is_touched in (False, False, True, False):
+        if is_touched:
+            os.utime(manifest, ns=(1, 1))
+        assert Runner().run(manifest, out, **OPTIONS).num_ok == NUM_ROWS
+        counts.append(num_digests)
+    assert counts == [1, 1, 2, 2]

@@ -12,9 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from manifest_fakes import opened
 from s3_server import BUCKET, Fault, S3Request, S3Server
 
+from offline_diffusion.cli.main import main
 from offline_diffusion.data.manifest import same_manifest
 from offline_diffusion.data.readers import files
 from offline_diffusion.data.requests_again import RequestsAgain
@@ -174,3 +176,15 @@ def test_a_folder_of_prompt_files_is_looked_at_by_listing_it(s3: S3Server) -> No
     assert len(reader.read(range(4))) == 4
     with pytest.raises(ManifestError, match=r"004\.txt: has changed"):
         reader.read(range(4, 8))
+
+
+@pytest.mark.parametrize("command", ["validate", "plan"])
+def test_commands_wait_too(s3: S3Server, tiny_model: Any, command: str) -> None:
+    s3.put("m.jsonl", JSONL)
+    fail_twice(s3)
+    done = CliRunner().invoke(main, [command, url("m.jsonl")])
+    assert done.exit_code == 0, done.output
+    waits = [line for line in done.stderr.splitlines() if line.endswith("trying again, for at most 300 s")]
+    assert waits
+    assert all(line.startswith(f"{url('m.jsonl')}: ") for line in waits)
+    assert "300" in done.output
