@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offline_diffusion.config import JobConfig
@@ -10,8 +10,8 @@ from offline_diffusion.data.disk_full import Patience
 from offline_diffusion.data.files import disk_errors
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.manifest import Manifest, open_manifest, same_manifest
-from offline_diffusion.data.remote_folder import GIVE_UP_AFTER_S
 from offline_diffusion.data.remotes import open_storage
+from offline_diffusion.data.requests_again import GIVE_UP_AFTER_S, RequestsAgain
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.scan import ManifestIndex, scan
 from offline_diffusion.data.work import ShardCosts, WorkMeter
@@ -76,11 +76,17 @@ class Preparation:
         """Reads the manifest through, unless an earlier run did, and takes the output folder for the job.
 
         Raises:
-            JobInterrupted: Asked to stop before the manifest was read through, or the disk stayed full.
+            JobInterrupted: Asked to stop before the manifest was read through, the disk stayed full, or what
+                lies elsewhere could not be reached.
             OffdiffError: The job cannot start.
         """
         config = self.config
-        manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
+        manifest = open_manifest(
+            config.manifests,
+            column_map=config.map,
+            limit=config.limit,
+            requests=RequestsAgain(say=self.say, stopped=lambda: self.stop.requests > 0),
+        )
         checkpoint = find_checkpoint(config.model, config.revision)
         ledger = ledger_of(config, say=self.say, stop=self.stop)
         index_folder = ledger.out / "_state" / "manifest"
@@ -107,7 +113,8 @@ class Preparation:
         is_usable = index is not None and index.shard_size == shard_size
         if index is not None and is_usable and not same_manifest(index.fingerprint, manifest):
             manifest.recall(index.places, index.row_counts)
-            return index
+            # With the new stamps: what was only touched is not read through at each start from now on.
+            return replace(index, fingerprint=manifest.known_fingerprint())
         num_rows = 0
 
         def count(_: ManifestRow | RowFault) -> None:

@@ -87,7 +87,7 @@ def _s3_server() -> Iterator[Any]:
 @pytest.fixture
 def s3(_s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A real S3 server with an empty bucket, which the environment points to; see ``s3_server``."""
-    from offline_diffusion.data import remote_folder
+    from offline_diffusion.data import requests_again
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", _s3_server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
@@ -96,7 +96,7 @@ def s3(_s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     # Only our own patience: that of the libraries takes seconds.
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    monkeypatch.setattr(remote_folder, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(requests_again, "FIRST_PAUSE_S", 0.01)
     _s3_server.reset()
     return _s3_server
 
@@ -116,7 +116,7 @@ def hub(_hub_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The Hub with one new dataset repo, as its library sees it here; see ``hub_server``."""
     from hub_server import TOKEN
 
-    from offline_diffusion.data import hub_storage, remote_folder
+    from offline_diffusion.data import hub_storage, requests_again
 
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", _hub_server.url)
     files = f"{_hub_server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
@@ -129,7 +129,7 @@ def hub(_hub_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("TRANSFORMERS_OFFLINE")
     # Only our own patience: that of the library takes seconds.
     monkeypatch.setattr("huggingface_hub.utils._http.time", types.SimpleNamespace(sleep=lambda _: None))
-    monkeypatch.setattr(remote_folder, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(requests_again, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(hub_storage, "MOVED_PAUSE_S", 0.01)
     _hub_server.reset()
     return _hub_server

@@ -118,6 +118,8 @@ class S3Server:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         status, code = (_ANSWERS | self.answers)[fault]
         start_response(status, [("Content-Type", "application/xml")])
+        if request.verb == "HEAD":  # has no body
+            return []
         return [f"<Error><Code>{code}</Code><Message>made up</Message></Error>".encode()]
 
 

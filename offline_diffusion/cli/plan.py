@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -114,6 +115,7 @@ def _scan(config: JobConfig) -> Plan:
     """Reads the manifest, twice where several tasks share it: whose a shard is is known only at its end."""
     from offline_diffusion.data.manifest import open_manifest
     from offline_diffusion.data.plan import PlanBuilder, assign_shards
+    from offline_diffusion.data.requests_again import RequestsAgain
     from offline_diffusion.data.scan import scan
     from offline_diffusion.data.work import ShardCosts, WorkMeter
     from offline_diffusion.engine.scheduler import LOOK_AHEAD
@@ -122,7 +124,8 @@ def _scan(config: JobConfig) -> Plan:
 
     assert config.max_num_batched_tokens is not None
     capabilities, defaults = capabilities_for(config.model, config.revision), row_defaults(config)
-    manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
+    requests = RequestsAgain(say=partial(click.echo, err=True))
+    manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit, requests=requests)
     shares = None
     if config.num_tasks > 1:
         costs = ShardCosts(WorkMeter(capabilities, defaults), config.shard_size)

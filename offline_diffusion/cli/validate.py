@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,13 +40,15 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
       offdiff validate --job jobs/promptset.yaml --json
     """
     from offline_diffusion.data.manifest import open_manifest
+    from offline_diffusion.data.requests_again import RequestsAgain
     from offline_diffusion.data.validate import validate
     from offline_diffusion.job import row_defaults
 
     # Nothing is written, so a folder need not be named.
     values, spelling = gather_values({**given, "out": "."})
     config = make_job_config(values, spelling=spelling)
-    manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit)
+    requests = RequestsAgain(say=partial(click.echo, err=True))
+    manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit, requests=requests)
     faults = validate(manifest, capabilities=_capabilities(config), defaults=row_defaults(config))
     num_faults = 0
     with ticking(lambda: f"validating: {plural(faults.num_rows, 'row')}"):

@@ -35,7 +35,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars, hf_raise_for_status
 
-from offline_diffusion.data.remote_folder import RemoteFolder, T
+from offline_diffusion.data.remote_folder import RemoteFolder
+from offline_diffusion.data.requests_again import T
 from offline_diffusion.errors import ConfigError, JobError, JobInterrupted
 
 RATE_LIMIT_S = 2 * 3600.0
@@ -289,7 +290,8 @@ class HubStorage(RemoteFolder):
 
     def _patience_s(self, error: Exception) -> float:
         is_limit = isinstance(error, HfHubHTTPError) and error.response.status_code == 429
-        return max(RATE_LIMIT_S, self._give_up_after_s) if is_limit else self._give_up_after_s
+        usual = super()._patience_s(error)
+        return max(RATE_LIMIT_S, usual) if is_limit else usual
 
 
 def _name(entry: RepoFile | RepoFolder) -> str:

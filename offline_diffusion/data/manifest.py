@@ -19,6 +19,7 @@ from offline_diffusion.data.columns import (
 from offline_diffusion.data.readers.base import BrokenRecord, Reader, Record, RowCursor, Stamp
 from offline_diffusion.data.readers.files import DAMAGED_HINT, READ_ERRORS
 from offline_diffusion.data.readers.lines import TextReader
+from offline_diffusion.data.requests_again import RequestsAgain
 from offline_diffusion.data.rows import ManifestRow, RowFault
 from offline_diffusion.data.sources import SourceExpander
 from offline_diffusion.data.values import show
@@ -162,21 +163,47 @@ class Manifest:
         return None if schema is None else self._builder.plan(tuple(flatten_openai_schema(schema).names))
 
     def fingerprint(self) -> dict[str, Any]:
-        """What tells this manifest from others, for JSON: files with size, time and digest, map, limit."""
-        files = []
+        """What tells this manifest from others, for JSON: files with size, version and digest, map, limit.
+
+        From then on its files must stay as they are, see ``require_unchanged``.
+        """
         for index, file in enumerate(self.files):
-            stamp = file.stamp()
-            entry = {"name": file.name, "size": stamp.size, "mtime_ns": stamp.mtime_ns}
-            files.append(entry | {"digest": self._digest(index, stamp)})
+            self._digest(index, file.stamp())
+        return self.known_fingerprint()
+
+    def known_fingerprint(self) -> dict[str, Any]:
+        """The fingerprint without a look at the files, which ``same_manifest`` has had."""
+        looks = [self._digests[index] for index in range(len(self.files))]
+        files = [
+            {"name": file.name, "size": stamp.size, "version": stamp.version, "digest": digest}
+            for file, (stamp, digest) in zip(self.files, looks, strict=True)
+        ]
         return {"files": files, "column_map": self.column_map, "limit": self.limit}
 
     def has_content(self, index: int, before: Mapping[str, Any]) -> bool:
         """Whether file ``index`` holds what it held when ``before``, its part of a fingerprint, was made."""
         stamp = self.files[index].stamp()
-        is_known = before["name"] == self.files[index].name and None not in stamp
-        if is_known and stamp == (before["size"], before["mtime_ns"]):
+        is_known = before["name"] == self.files[index].name and stamp.version is not None
+        if is_known and stamp == Stamp(before["size"], before["version"]):
+            self._digests[index] = (stamp, str(before["digest"]))
             return True
         return stamp.size == before["size"] and self._digest(index, stamp) == str(before["digest"])
+
+    def require_unchanged(self, rows: range) -> None:
+        """Checks that the files of some rows are as they were when the fingerprint was made.
+
+        Raises:
+            ManifestError: One has changed, or is gone.
+        """
+        first_row = 0
+        for index, file in enumerate(self.files):
+            num_rows = self._num_rows.get(index, NO_LIMIT)
+            start, stop = max(rows.start - first_row, 0), min(rows.stop - first_row, num_rows)
+            if start < stop:
+                file.require_unchanged(range(start, stop))
+            first_row += num_rows
+            if first_row >= rows.stop:
+                return
 
     def _digest(self, index: int, stamp: Stamp) -> str:
         known = self._digests.get(index)
@@ -192,7 +219,11 @@ def duplicate_fault(row: ManifestRow) -> RowFault:
 
 
 def open_manifest(
-    sources: Sequence[str], *, column_map: Mapping[str, str] | None = None, limit: int | None = None
+    sources: Sequence[str],
+    *,
+    column_map: Mapping[str, str] | None = None,
+    limit: int | None = None,
+    requests: RequestsAgain | None = None,
 ) -> Manifest:
     """Opens a manifest and looks into every file, without reading it whole.
 
@@ -200,9 +231,11 @@ def open_manifest(
         sources: Files, folders, globs, URLs, ``hf://datasets/…``, or ``-`` for standard input.
         column_map: Name in the files to ours (``--map theirs=ours``).
         limit: Take only so many rows.
+        requests: Makes those to what lies elsewhere.
 
     Raises:
         ManifestError: A source is not there, is empty, cannot be read, or has no prompt column.
+        JobInterrupted: What a source lies on cannot be reached for too long; also while rows are read.
     """
     column_map = column_map or {}
     check_column_map(column_map)
@@ -211,7 +244,7 @@ def open_manifest(
     notes: list[str] = []
     builder = RowBuilder(column_map, notes)
     prompt_columns = tuple(theirs for theirs, ours in column_map.items() if ours == "prompt")
-    expander = SourceExpander(prompt_columns, notes)
+    expander = SourceExpander(prompt_columns, notes, requests or RequestsAgain())
     files = tuple(file for source in sources for file in expander.readers(source))
     if not files:
         raise ManifestError("no manifest is named")
@@ -309,7 +342,7 @@ def _check_mapped(
 def same_manifest(old: Mapping[str, Any], manifest: Manifest) -> list[str]:
     """How ``manifest`` differs from the one with the fingerprint ``old``; empty when it is the same.
 
-    A file whose name, size and time of change are as before is not read again; a file that was only
+    A file whose name, size and version are as before is not read again; a file that was only
     touched or moved is the same.
 
     Args:

@@ -31,8 +31,9 @@ class RowReader:
         """The rows of a range in order; fewer where the manifest ends before.
 
         Raises:
-            ManifestError: A file cannot be read so far.
+            ManifestError: A file cannot be read so far, or has changed since its fingerprint was made.
         """
+        self._manifest.require_unchanged(wanted)
         if not self._position or wanted.start < self._position:
             self._cursor = RowCursor([wanted])
             self._items = self._manifest.walk(self._cursor)
@@ -41,6 +42,7 @@ class RowReader:
         rows = [self._row(item) for item in islice(self._items, len(wanted))]
         # The rest of a range that was cut short is not to come first next time.
         self._position = wanted.stop if len(rows) == len(wanted) else 0
+        self._manifest.require_unchanged(wanted)  # also while these were read
         return rows
 
     def _row(self, item: ManifestRow | tuple[RowFault, ...]) -> ManifestRow | RowFault:

@@ -31,7 +31,7 @@ DUPLICATES_FILE = "manifest-duplicates.npy"
 COSTS_FILE = "manifest-shard-costs.npy"
 PLACES_FILE = "manifest-places.npy"
 _ARRAY_FILES = (DUPLICATES_FILE, COSTS_FILE, PLACES_FILE)
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def declared_types(manifest: Manifest) -> CarriedTypes:
 
 def _require_unchanged(manifest: Manifest, fingerprint: dict[str, Any]) -> None:
     for file, before in zip(manifest.files, fingerprint["files"], strict=True):
-        if file.stamp() != (before["size"], before["mtime_ns"]):
+        if file.stamp() != (before["size"], before["version"]):
             raise ManifestError(
                 f"{file.name}: changed while it was read", hint="start again when nobody writes to it"
             )

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from offline_diffusion.data.job_file import JOB_FILE
@@ -24,7 +23,10 @@ from offline_diffusion.data.readers.arrow import hub_dataset, saved_dataset
 from offline_diffusion.data.readers.base import Reader
 from offline_diffusion.data.readers.files import DataFile
 from offline_diffusion.data.readers.lines import PromptFolderReader
+from offline_diffusion.data.readers.remote_files import RemoteFiles
 from offline_diffusion.data.readers.sniff import DATA_SUFFIXES, open_reader, suffix_of
+from offline_diffusion.data.requests_again import RequestsAgain
+from offline_diffusion.data.storage import file_system_of
 from offline_diffusion.data.values import show
 from offline_diffusion.errors import ManifestError, did_you_mean
 
@@ -35,7 +37,6 @@ _HUB_DATASET = re.compile(
     r"hf://datasets/(?P<repo>[^/@:]+(/[^/@:]+)?)"
     r"(@(?P<revision>refs/(convert|pr)/[^/:]+|[^/:]+))?(:(?P<split>[^/]+))?"
 )
-_LOCAL = LocalFileSystem()
 
 
 class SourceExpander:
@@ -44,11 +45,13 @@ class SourceExpander:
     Args:
         prompt_columns: More names of a prompt column, for telling a header from a prompt.
         notes: Where to put notes.
+        requests: Makes those to what lies elsewhere.
     """
 
-    def __init__(self, prompt_columns: tuple[str, ...], notes: list[str]) -> None:
+    def __init__(self, prompt_columns: tuple[str, ...], notes: list[str], requests: RequestsAgain) -> None:
         self._prompt_columns = prompt_columns
         self._notes = notes
+        self._requests = requests
 
     def readers(self, source: str) -> Iterator[Reader]:
         """The readers of one source.
@@ -63,15 +66,14 @@ class SourceExpander:
         elif _URL.match(source):
             yield from self._remote(source)
         else:
-            yield from self._local(source)
+            yield from self._local(source, os.path.expanduser(source))
 
     def _open(self, file: DataFile, *, suffix: str | None = None) -> Reader:
         return open_reader(file, suffix=suffix, prompt_columns=self._prompt_columns)
 
-    def _local(self, source: str) -> Iterator[Reader]:
-        path = os.path.expanduser(source)
+    def _local(self, source: str, path: str) -> Iterator[Reader]:
         if os.path.isdir(path):
-            yield from self._folder(source, _LOCAL, path)
+            yield from self._folder(source, None, path)
         elif os.path.exists(path):
             yield self._open(_local_file(source, path))
         elif glob.has_magic(path):
@@ -102,34 +104,40 @@ class SourceExpander:
 
     def _remote(self, source: str) -> Iterator[Reader]:
         fs, path = _file_system(source)
+        if isinstance(fs, LocalFileSystem):
+            yield from self._local(source, path)
+            return
+        elsewhere = RemoteFiles(fs, self._requests)
         try:
-            if fs.isdir(path) and not fs.isfile(path):
-                found = None
-            elif fs.exists(path):
-                found = [path]
-            else:
-                found = sorted(fs.glob(path)) if glob.has_magic(path) else []
-        except Exception as error:  # each file system has errors of its own
-            raise ManifestError(f"{source}: cannot be read: {error}") from None
-        if found is None:
-            yield from self._folder(source, fs, path)
+            is_folder, found = elsewhere.info(path)["type"] == "directory", [path]
+        except FileNotFoundError:
+            is_folder, found = False, self._remote_glob(elsewhere, path)
+        if is_folder:
+            yield from self._folder(source, elsewhere, path)
         elif not found:
             raise ManifestError(f"{source}: is not there", hint="check the address and your credentials")
         elif found == [path]:
-            yield self._open(DataFile(source, fs, path))
+            yield self._open(DataFile(source, elsewhere, path))
         else:
-            yield from self._several([DataFile(fs.unstrip_protocol(match), fs, match) for match in found])
+            yield from self._several([DataFile(elsewhere.url(match), elsewhere, match) for match in found])
 
-    def _folder(self, source: str, fs: fsspec.AbstractFileSystem, path: str) -> Iterator[Reader]:
-        if isinstance(fs, LocalFileSystem) and _is_saved_dataset(path):
+    @staticmethod
+    def _remote_glob(elsewhere: RemoteFiles, path: str) -> list[str]:
+        try:
+            return elsewhere.glob(path) if glob.has_magic(path) else []
+        except FileNotFoundError:
+            return []
+
+    def _folder(self, source: str, elsewhere: RemoteFiles | None, path: str) -> Iterator[Reader]:
+        if elsewhere is None and _is_saved_dataset(path):
             yield saved_dataset(source, path, None, _dataset_file)
             return
-        if _is_output_folder(fs, path):
+        if _is_output_folder(elsewhere, path):
             raise ManifestError(
                 f"{source}: is an output folder of offdiff, not a manifest",
                 hint=f"to draw the prompts of its images again name {source.rstrip('/')}/{IMAGES}",
             )
-        files = _files_below(source, fs, path, self._notes)
+        files = _files_below(source, elsewhere, path, self._notes)
         data = [file for file in files if suffix_of(file.name) in DATA_SUFFIXES]
         prompts = [file for file in files if suffix_of(file.name) == ".txt"]
         if data:
@@ -143,7 +151,7 @@ class SourceExpander:
             )
             base = path.rstrip("/")
             stems = [str(PurePosixPath(file.path).relative_to(base).with_suffix("")) for file in prompts]
-            yield PromptFolderReader(source, tuple(zip(stems, prompts, strict=True)))
+            yield PromptFolderReader(source, path, tuple(zip(stems, prompts, strict=True)))
         else:
             known = ", ".join([*DATA_SUFFIXES, ".txt"])
             raise ManifestError(f"{source}: holds no data files", hint=f"looked for: {known}")
@@ -176,9 +184,9 @@ def _not_found(source: str, path: str) -> ManifestError:
     return ManifestError(f"{source}: there is no such file or folder", hint=hint)
 
 
-def _file_system(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
+def _file_system(source: str) -> tuple[Any, str]:
     try:
-        fs, path = fsspec.core.url_to_fs(source)
+        fs, path = file_system_of(source)
     except ImportError as error:
         raise ManifestError(f"{source}: cannot be opened: {error}", hint=_install_hint(source)) from None
     except Exception as error:  # each file system has errors of its own
@@ -207,30 +215,30 @@ def _is_saved_dataset(folder: str) -> bool:
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
-def _is_output_folder(fs: fsspec.AbstractFileSystem, path: str) -> bool:
-    base = path.rstrip("/")
-    return bool(fs.isfile(f"{base}/{JOB_FILE}") and fs.isdir(f"{base}/{METRICS}"))
+def _is_output_folder(elsewhere: RemoteFiles | None, path: str) -> bool:
+    place, base = elsewhere or os.path, path.rstrip("/")
+    return place.isfile(f"{base}/{JOB_FILE}") and place.isdir(f"{base}/{METRICS}")
 
 
 def _dataset_file(path: str) -> DataFile:
-    return DataFile(path, _LOCAL, path)
+    return DataFile(path, None, path)
 
 
-def _files_below(source: str, fs: fsspec.AbstractFileSystem, path: str, notes: list[str]) -> list[DataFile]:
+def _files_below(source: str, elsewhere: RemoteFiles | None, path: str, notes: list[str]) -> list[DataFile]:
     """Every file below a folder, sorted; names that start with ``.`` or ``_`` are left out.
 
     Raises:
         ManifestError: A folder cannot be listed.
     """
-    if not isinstance(fs, LocalFileSystem):
+    if elsewhere is not None:
         base = path.rstrip("/")
-        found = [(os.path.relpath(file, base), file) for file in fs.find(path)]
-        named = [(fs.unstrip_protocol(file), inner, file) for inner, file in found]
+        found = [(os.path.relpath(file, base), file) for file in elsewhere.find(path)]
+        named = [(elsewhere.url(file), inner, file) for inner, file in found]
     else:
         found = [(os.path.relpath(file, path), file) for file in _walk(source, path, notes)]
         named = [(os.path.join(source, inner), inner, file) for inner, file in found]
     visible = [
-        (inner, DataFile(_printable(name), fs, file))
+        (inner, DataFile(_printable(name), elsewhere, file))
         for name, inner, file in named
         if not any(part.startswith((".", "_")) for part in PurePosixPath(inner).parts)
     ]
@@ -285,7 +293,7 @@ def _local_file(name: str, path: str) -> DataFile:
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
-            return DataFile(_printable(name), _LOCAL, path)
+            return DataFile(_printable(name), None, path)
         if not stat.S_ISFIFO(mode):
             raise ManifestError(f"{name}: is a device or a socket", hint="name a file, a folder or a pipe")
         with Path(path).open("rb") as stream:
@@ -317,4 +325,4 @@ def _spooled(name: str, stream: Any) -> DataFile:
         with contextlib.suppress(OSError):  # closing tries to write what is left once more
             copy.close()
         raise
-    return DataFile(name, _LOCAL, copy.name, keep_alive=copy)
+    return DataFile(name, None, copy.name, keep_alive=copy)

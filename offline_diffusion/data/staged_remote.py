@@ -156,6 +156,8 @@ class StagedPublications(RemotePublications):
         arrived = storage.names(f"{STAGED}/{staged.path.name}")
         for file in marker.files:
             if arrived.get(staged_file(Path(), file.path).name) != file.num_bytes:
+                if self.remote.pull_marker(staged.stem, staged.number):  # who has won took them away
+                    return False
                 raise JobError(f"{storage}/{self._place(staged, file)} is not what was uploaded")
         name = publication_name(staged.stem, staged.number)
         won = storage.create(f"{SHARDS}/{name}.json", content)

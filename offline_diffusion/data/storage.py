@@ -18,7 +18,8 @@ from typing import Any
 
 import fsspec
 
-from offline_diffusion.data.remote_folder import RemoteFolder, describe
+from offline_diffusion.data.remote_folder import RemoteFolder
+from offline_diffusion.data.requests_again import describe
 from offline_diffusion.errors import ConfigError, JobError
 
 PRECONDITION_FAILED, NOT_IMPLEMENTED = 412, 501
@@ -206,35 +207,56 @@ class Storage(RemoteFolder):
         return [(name, entry) for name, entry in named if entry["name"].rstrip("/") != full]
 
     def _is_final(self, error: Exception) -> bool:
-        if isinstance(error, NotImplementedError | TypeError | AttributeError):
-            return True
-        status = _status(error)
-        if status is not None and not isinstance(error, TimeoutError):
-            return 400 <= status < 500 and status not in _PASSING
-        # A bucket's name that botocore refuses is one of its validation errors.
-        return _is_access(error) or "validation" in type(error).__name__.lower()
+        return is_final(error)
 
     def _hint(self, error: Exception) -> str | None:
-        if "request time" in str(error):
-            return "is this machine's clock right?"
-        return _CREDENTIALS_HINT if _is_access(error) else None
+        return hint_about(error)
+
+
+def is_final(error: Exception) -> bool:
+    """Whether it is of no use to make a request again that failed with this error."""
+    if isinstance(error, NotImplementedError | TypeError | AttributeError):
+        return True
+    status = _status(error)
+    if status is not None and not isinstance(error, TimeoutError):
+        return 400 <= status < 500 and status not in _PASSING
+    # A bucket's name that botocore refuses is one of its validation errors.
+    return _is_access(error) or "validation" in type(error).__name__.lower()
+
+
+def hint_about(error: Exception) -> str | None:
+    """What to do about a final error."""
+    if "request time" in str(error):
+        return "is this machine's clock right?"
+    return _CREDENTIALS_HINT if _is_access(error) else None
+
+
+def file_system_of(url: str) -> tuple[Any, str]:
+    """A URL's file system, without a cache of what it listed or patience of its own, and the path there.
+
+    Raises:
+        ImportError: Its library is not installed.
+        ValueError: There is none, or the URL is not one of its.
+    """
+    protocol = url.split("://", maxsplit=1)[0].lower()
+    options: dict[str, Any] = {"use_listings_cache": False} if "::" not in protocol else {}
+    fs, root = fsspec.core.url_to_fs(url, **options, **(_S3_OPTIONS if protocol in _S3 else {}))
+    if protocol in _S3:
+        fs.retries = 1
+    return fs, str(root)
 
 
 def _file_system(url: str) -> tuple[Any, str]:
     protocol = url.split("://", maxsplit=1)[0].lower()
     try:
-        fs, root = fsspec.core.url_to_fs(
-            url, use_listings_cache=False, **(_S3_OPTIONS if protocol in _S3 else {})
-        )
+        fs, root = file_system_of(url)
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         hint = f"pip install 'offline-diffusion[{extra}]'" if extra else str(error)
         raise ConfigError(f"{url}: the file system of {protocol}:// is not installed", hint=hint) from None
     except ValueError as error:
         raise ConfigError(f"{url}: {error}", hint="s3:// and gs:// are known, among others") from None
-    if protocol in _S3:
-        fs.retries = 1
-    return fs, str(root).rstrip("/")
+    return fs, root.rstrip("/")
 
 
 def _written_at(entry: dict[str, Any]) -> float:

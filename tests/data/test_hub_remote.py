@@ -11,7 +11,7 @@ import pytest
 from hub_server import REPO, Fault, HubRequest, HubServer
 from output_fakes import contents, make_identity, make_rows, run_job
 
-from offline_diffusion.data import hub_storage, remote_folder
+from offline_diffusion.data import hub_storage, requests_again
 from offline_diffusion.data.card import write_card
 from offline_diffusion.data.claims import Claims
 from offline_diffusion.data.ledger import Ledger, open_to_read
@@ -231,7 +231,7 @@ def test_a_rate_limit_is_waited_for_longer_than_an_outage(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without any patience with outages, the limit is waited for, and the outage after it is the end."""
-    monkeypatch.setattr(remote_folder, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(requests_again, "LONGEST_PAUSE_S", 0.02)
     hub.fault = lambda _: 429 if len(hub.requests) <= 20 else 503
     said: list[str] = []
     with pytest.raises(JobInterrupted, match="503"):

@@ -362,6 +362,26 @@ def test_of_two_that_publish_at_once_one_wins(s3: S3Server, tmp_path: Path, whol
         assert s3.keys("job")[images["path"]] == images["num_bytes"]
 
 
+def test_a_loser_whose_uploads_the_winner_has_swept(s3: S3Server, tmp_path: Path, whole: Path) -> None:
+    """Between its last upload and its look at what arrived: it has lost, and its job goes on."""
+    loser, winner = open_job(tmp_path / "a"), open_job(tmp_path / "b")
+    assert loser.remote is not None
+    storage, has_run = loser.remote.storage, False
+    real = storage.names
+
+    def names(folder: str) -> dict[str, int]:
+        nonlocal has_run
+        if folder.startswith("_state/staged/") and not has_run:
+            has_run = True
+            run_job(winner, ROWS)
+        return real(folder)
+
+    storage.names = names  # type: ignore[method-assign]
+    run_job(loser, ROWS)
+    assert has_run
+    check(s3, tmp_path / "copy", whole)
+
+
 def queue_of(ledger: Ledger, worker: str, share: list[int]) -> ShardQueue:
     claims = Claims(ledger.out, worker=worker, task=0, job_id=ledger.job.job_id, files=ledger.files)
     todo = dict.fromkeys(range(len(ledger.shards)))

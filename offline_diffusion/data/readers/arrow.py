@@ -16,6 +16,7 @@ from offline_diffusion.data.readers.delimited import require_unique
 from offline_diffusion.data.readers.files import DAMAGED_HINT, DataFile, digest_of
 from offline_diffusion.data.readers.lines import FileReader
 from offline_diffusion.data.readers.parquet_bounds import MAX_BATCH_ROWS, ParquetBounds
+from offline_diffusion.data.readers.watched import WatchedFiles
 from offline_diffusion.data.values import show
 from offline_diffusion.errors import ManifestError
 
@@ -199,10 +200,15 @@ class SavedDatasetReader:
                         return row - first_row
         return row - first_row
 
+    @cached_property
+    def _watched(self) -> WatchedFiles:
+        return WatchedFiles(self.files)
+
     def stamp(self) -> Stamp:
-        stamps = [file.stamp() for file in self.files]
-        newest = max((stamp.mtime_ns or 0 for stamp in stamps), default=None)
-        return Stamp(sum(stamp.size or 0 for stamp in stamps), newest)
+        return self._watched.stamp()
+
+    def require_unchanged(self, _: range, /) -> None:
+        self._watched.require_unchanged()
 
     def digest(self) -> str:
         return digest_of(file.digest().encode() for file in self.files)
@@ -289,6 +295,9 @@ class HubDatasetReader:
 
     def stamp(self) -> Stamp:
         return Stamp(None, None)
+
+    def require_unchanged(self, _: range, /) -> None:
+        pass  # a commit does not change
 
     def digest(self) -> str:
         return f"commit:{self.commit}"

@@ -50,10 +50,14 @@ class Record(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """What tells cheaply that a file was not touched; None where the file system does not say."""
+    """What tells cheaply that a file was not touched; None where the file system does not say.
+
+    ``size`` is in bytes. ``version`` is another one after every change: the time of it in ns, what a storage
+    calls an ETag, or, of many files, a digest over their names and stamps.
+    """
 
     size: int | None
-    mtime_ns: int | None
+    version: int | str | None
 
 
 class RowCursor:
@@ -162,7 +166,17 @@ class Reader(Protocol):
         """Reads forward, once; the first row of the file has the number ``first_row``."""
 
     def stamp(self) -> Stamp:
-        """Size and time of change, without reading the content."""
+        """Size and version, without reading the content. From then on the file must stay as it is."""
+
+    def require_unchanged(self, rows: range, /) -> None:
+        """Checks that what some rows are read from is as it was at the last ``stamp``, if there was one.
+
+        Args:
+            rows: Counted within the file.
+
+        Raises:
+            ManifestError: It has changed, or is gone.
+        """
 
     def digest(self) -> str:
         """Hex digest over the content."""

@@ -12,12 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
-import fsspec
-import fsspec.implementations.local
 import pyarrow as pa
 
 from offline_diffusion.data.readers.base import DamagedError, Stamp
-from offline_diffusion.errors import ManifestError
+from offline_diffusion.data.readers.remote_files import RemoteFiles
+from offline_diffusion.errors import ManifestError, OffdiffError
 
 try:
     import lzma
@@ -57,34 +56,37 @@ _SKIPPABLE_ZSTD = b"\x2a\x4d\x18"
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file on any file system that fsspec knows.
+    """A file of a manifest.
 
     Args:
         name: As the user gave or globbed it.
-        fs: Its file system.
+        elsewhere: The file system it is on; None for the one here.
         path: Its path there.
         keep_alive: Something that must live as long as the file, such as a temporary file.
     """
 
     name: str
-    fs: fsspec.AbstractFileSystem
+    elsewhere: RemoteFiles | None
     path: str
     keep_alive: Any = None
 
     @property
     def is_local(self) -> bool:
-        return isinstance(self.fs, fsspec.implementations.local.LocalFileSystem)
+        return self.elsewhere is None
 
     def open(self) -> BinaryIO:
         """The raw bytes.
 
         Raises:
             ManifestError: It cannot be opened.
+            JobInterrupted: What it lies on cannot be reached for too long; so for all that reads from it.
         """
         try:
-            if self.is_local:
+            if self.elsewhere is None:
                 return Path(self.path).open("rb")
-            return cast(BinaryIO, self.fs.open(self.path, "rb"))
+            return cast(BinaryIO, self.elsewhere.open(self.path))
+        except OffdiffError:
+            raise
         except Exception as error:  # each file system has errors of its own
             raise ManifestError(f"{self.name}: cannot be opened: {error}") from None
 
@@ -127,24 +129,20 @@ class DataFile:
             raise ManifestError(f"{self.name}: cannot be read: {error}", hint=DAMAGED_HINT) from None
 
     def stamp(self) -> Stamp:
-        """Size in bytes and time of change.
+        """What tells whether it was touched.
 
         Raises:
             ManifestError: The file is gone.
         """
         try:
-            if self.is_local:
+            if self.elsewhere is None:
                 status = os.stat(self.path)
                 return Stamp(status.st_size, status.st_mtime_ns)
-            return Stamp(self.fs.info(self.path).get("size"), self._modified())
-        except Exception as error:
+            return self.elsewhere.stamp(self.path, self.elsewhere.info(self.path))
+        except FileNotFoundError:
+            raise gone(self.name) from None
+        except OSError as error:
             raise ManifestError(f"{self.name}: cannot be read: {error}") from None
-
-    def _modified(self) -> int | None:
-        try:
-            return int(self.fs.modified(self.path).timestamp() * 1e9)
-        except NotImplementedError:
-            return None
 
     def digest(self) -> str:
         """BLAKE2b over the bytes as stored."""
@@ -154,6 +152,13 @@ class DataFile:
         """The bytes as stored, in small parts."""
         with self.open() as stream:
             yield from iter(lambda: stream.read(BUFFER_BYTES), b"")
+
+
+def gone(name: str) -> ManifestError:
+    """The error of a file that is not there when it is read."""
+    return ManifestError(
+        f"{name}: cannot be read: it is not there", hint="once it is there, the same command goes on"
+    )
 
 
 def digest_of(chunks: Iterator[bytes]) -> str:

@@ -21,6 +21,7 @@ from offline_diffusion.data.readers.files import (
 )
 from offline_diffusion.data.readers.json_text import decode_json, object_record
 from offline_diffusion.data.readers.places import ROWS_A_PLACE, START, Place, Places
+from offline_diffusion.data.readers.watched import WatchedFiles
 from offline_diffusion.data.values import MAX_PROMPT_BYTES
 
 PROMPT_SCHEMA = pa.schema([("prompt", pa.string())])
@@ -48,8 +49,15 @@ class FileReader:
     def can_jump(self) -> bool:
         return False
 
+    @cached_property
+    def _watched(self) -> WatchedFiles:
+        return WatchedFiles((self.file,))
+
     def stamp(self) -> Stamp:
-        return self.file.stamp()
+        return self._watched.stamp()
+
+    def require_unchanged(self, _: range, /) -> None:
+        self._watched.require_unchanged()
 
     def digest(self) -> str:
         return self.file.digest()
@@ -143,6 +151,7 @@ class PromptFolderReader:
     """A folder with a prompt a file; a row's id is the file's path in the folder without its suffix."""
 
     name: str
+    folder: str
     files: tuple[tuple[str, DataFile], ...]
 
     @property
@@ -152,6 +161,10 @@ class PromptFolderReader:
     @property
     def can_jump(self) -> bool:
         return True
+
+    @cached_property
+    def _watched(self) -> WatchedFiles:
+        return WatchedFiles([file for _, file in self.files], self.folder)
 
     def records(self, first_row: int, cursor: RowCursor) -> Records:
         for index, (stem, file) in enumerate(self.files):
@@ -169,8 +182,10 @@ class PromptFolderReader:
         return record if isinstance(record, BrokenRecord) else {"id": stem, **record}
 
     def stamp(self) -> Stamp:
-        # No time of change: it would not tell that a file was renamed, and names are ids.
-        return Stamp(sum(file.stamp().size or 0 for _, file in self.files), None)
+        return self._watched.stamp()
+
+    def require_unchanged(self, rows: range, /) -> None:
+        self._watched.require_unchanged(slice(rows.start, rows.stop))
 
     def digest(self) -> str:
         return digest_of(part for stem, file in self.files for part in _named_content(stem, file))
