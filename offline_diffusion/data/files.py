@@ -65,6 +65,15 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, as far as they are missing; a power loss does not take them away."""
+    above = [each.parent for each in (folder, *folder.parents) if each == folder or not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in above:
+        with contextlib.suppress(PermissionError):  # it may be one that we may only write to
+            sync_folder(each)
+
+
 def scratch_path(scratch: Path, name: str) -> Path:
     """A fresh path in the scratch folder for what shall be called ``name``; it tells whose it is."""
     return scratch / f"{name}.{pid_space()}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -34,7 +34,7 @@ LONG_LIFE_S = (4.0, 6.0)
 LONG_EVERY = 6
 """So manieth kill comes after a long life: most of its steps are in checkpoints, or lost without them."""
 PAUSE_S = 0.1
-STEPS_A_KILL = 3
+STEPS_A_KILL = 2
 """Enough that the job outlasts the storm, and that hardly an image is finished in the life it began in."""
 PATIENCE_S = 120.0
 
@@ -159,11 +159,6 @@ def test_a_storm_costs_nothing_but_the_steps_since_the_last_checkpoint(
 
     report = verify(storm.out)
     assert (report.problems, report.pending) == ([], [])
-    # Other company, the same pixels; and fewer steps, so less time.
-    Runner().run(manifest, tmp_path / "whole", shard_size=4, max_num_seqs=16)
-    for ours, theirs in zip(contents(storm.out), contents(tmp_path / "whole"), strict=True):
-        assert ours == theirs
-    pixels_by_key(storm.out)  # none twice
     lost = sum(life.steps() for life in storm.lives) - needed
     print(
         f"storm: {landed[signal.SIGKILL]} kills, {landed[signal.SIGTERM]} stops; "
@@ -172,3 +167,8 @@ def test_a_storm_costs_nothing_but_the_steps_since_the_last_checkpoint(
         f"{at_risk:,} since the last checkpoints, at most"
     )
     assert 0 <= lost <= at_risk < killed_steps / 2, "or it would hold without checkpoints, too"
+    # Other company, the same pixels; and fewer steps, so less time.
+    Runner().run(manifest, tmp_path / "whole", shard_size=4, max_num_seqs=16)
+    for ours, theirs in zip(contents(storm.out), contents(tmp_path / "whole"), strict=True):
+        assert ours == theirs
+    pixels_by_key(storm.out)  # none twice
