@@ -206,8 +206,8 @@ def test_what_waits_keeps_its_steps_through_later_checkpoints(
 def test_a_checkpoint_is_made_when_the_interval_is_over_and_none_before(
     manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a clock that goes on by 25 s a step. Catches a checkpoint at every step or at none, and intervals that
-    are counted from when a checkpoint was due and not from when it was made: steps 5 and 8 instead of 6 and 9."""
+    """On a clock that goes on by 25 s a step. Catches a checkpoint at every step or at none, and intervals
+    counted from when a checkpoint was due, not from when it was made: steps 5 and 8 instead of 6 and 9."""
     savers, made = keep_savers(monkeypatch), []
     clock = SimpleNamespace(now=1_000.0)
     monkeypatch.setattr("offline_diffusion.step_saver.time", SimpleNamespace(monotonic=lambda: clock.now))

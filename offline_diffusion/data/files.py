@@ -30,7 +30,7 @@ _HINTS = {
     errno.EDQUOT: "the disk quota is used up; free some space and run the same command: it goes on",
     errno.EACCES: "choose a folder you may write to, or change its permissions",
     errno.EPERM: "choose a folder you may write to, or change its permissions",
-    errno.EROFS: "the file system is mounted read-only; choose another folder",
+    errno.EROFS: "the file system is mounted read-only; make it writable or choose another folder",
     errno.ENOTDIR: "a part of the path is a file; choose another folder",
     errno.EEXIST: "a file is in the way; choose another folder",
 }

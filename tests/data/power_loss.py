@@ -1,9 +1,9 @@
 """What a disk may hold after a power loss, from a record of all that was done to a folder.
 
-Sure is only what was synced: a file's content when the file was, a name when its folder was. A rename is one
-change of two folders, as on file systems with a journal, and sure when either was synced. Of the rest the disk
-may hold anything; this tries all lost, none lost (but for contents), and for each folder all of its own lost
-and only its own kept.
+Sure is only what was synced: a file's content when the file was, a name when its folder was. A rename is
+one change of two folders, as on file systems with a journal, and sure when either was synced. Of the rest the
+disk may hold anything; this tries all lost, none lost (but for contents), and for each folder all of its own
+lost and only its own kept.
 """
 
 from __future__ import annotations

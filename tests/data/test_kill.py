@@ -46,9 +46,9 @@ def check_publications(root: Path, num_calls: int, num_failed: int) -> None:
 
 @pytest.mark.parametrize(("kind", "num_failed"), [("first", 2), ("again", 1)])
 def test_dying_before_any_step_of_a_publication(root: Path, kind: str, num_failed: int) -> None:
-    """Catches a shard that is published before its files are there, a mixture of two publications, and surplus
-    files of the older one. A kill leaves the system's memory alone: what is not yet durable when it is needed
-    shows in ``test_power_loss.py``."""
+    """Catches a shard that is published before its files are there, a mixture of two publications, and
+    surplus files of the older one. A kill leaves the system's memory alone: what is not yet durable when it
+    is needed shows in ``test_power_loss.py``."""
     num_calls = int(worker("publish", kind, str(root)))
     assert num_calls > 30
     check_publications(root, num_calls, num_failed)

@@ -77,8 +77,8 @@ def test_a_power_loss_at_any_moment_of_a_publication_loses_nothing(root: Path, k
 
 @pytest.mark.slow
 def test_a_sync_that_is_left_out_shows(root: Path) -> None:
-    """Of a second publication each sync is needed, but for those of folders that the first one has synced, and
-    that of images taken over from tables that are still there. Catches a model of the disk that keeps all."""
+    """Of a second publication each sync is needed, but for those of folders that the first one has synced,
+    and that of images taken over from tables that are still there. Catches a model that keeps all."""
     superfluous = []
     for number in range(100):
         place = root / str(number)
