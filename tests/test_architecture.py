@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,12 @@ def test_nothing_is_pickled() -> None:
         for alias in node.names
     }
     assert not imported & {"pickle", "shelve", "marshal", "dill", "cloudpickle"}
+
+
+def test_there_are_no_locks_and_no_memory_maps() -> None:
+    """Neither holds on every file system of a cluster. Arrow maps a file only when it is asked to."""
+    forbidden = re.compile(r"\b(fcntl|flock|lockf|mmap|mmap_mode|memmap|memory_map)\b")
+    assert {path.name for path in PACKAGE.rglob("*.py") if forbidden.search(path.read_text())} == set()
 
 
 def test_nothing_that_can_run_code_is_loaded() -> None:

@@ -7,7 +7,9 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,19 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 OnStep = Callable[[CountingEngine], None]
+
+
+def keep_savers(monkeypatch: pytest.MonkeyPatch) -> list[StepSaver]:
+    """Gets every saver that is made from now on."""
+    savers: list[StepSaver] = []
+    make = StepSaver.__init__
+
+    def watched(self: StepSaver, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        savers.append(self)
+
+    monkeypatch.setattr(StepSaver, "__init__", watched)
+    return savers
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +204,36 @@ def test_what_waits_keeps_its_steps_through_later_checkpoints(
     assert pictures(tmp_path) == whole
 
 
+def test_a_checkpoint_is_made_when_the_interval_is_over_and_none_before(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that goes on by 25 s a step. Catches a checkpoint at every step or at none, and intervals
+    counted from when a checkpoint was due, not from when it was made: steps 5 and 8 instead of 6 and 9."""
+    savers, made = keep_savers(monkeypatch), []
+    clock = SimpleNamespace(now=1_000.0)
+    monkeypatch.setattr("offline_diffusion.step_saver.time", SimpleNamespace(monotonic=lambda: clock.now))
+    real = CountingEngine.snapshot
+
+    def snapshot(engine: CountingEngine) -> Any:
+        made.append(engine.num_steps)
+        return real(engine)
+
+    monkeypatch.setattr(CountingEngine, "snapshot", snapshot)
+
+    def on_step(engine: CountingEngine) -> None:
+        clock.now += 25
+        if savers[0]._writing is not None:
+            wait([savers[0]._writing])  # however slow the disk is: the clock does not wait for it
+
+    runner = Runner()
+    runner.on_step = on_step
+    runner.run(manifest, tmp_path, checkpoint_interval=60, **OPTIONS)
+    assert runner.engine is not None
+    num_steps = runner.engine.num_steps
+    assert num_steps >= 18
+    assert made == list(range(3, num_steps + 1, 3))
+
+
 def test_without_an_interval_nothing_is_written_before_a_stop(manifest: Path, tmp_path: Path) -> None:
     run_until_killed(manifest, tmp_path, 6, checkpoint_interval=0)
     assert step_files(tmp_path) == []
@@ -304,15 +349,7 @@ def test_published_shards_are_let_go(
     manifest: Path, tmp_path: Path, interval: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The saver holds rows and states of open shards alone, or a long job's memory would grow."""
-    savers: list[StepSaver] = []
-    known: list[int] = []
-    make = StepSaver.__init__
-
-    def watched(self: StepSaver, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        savers.append(self)
-
-    monkeypatch.setattr(StepSaver, "__init__", watched)
+    savers, known = keep_savers(monkeypatch), []
     runner = Runner()
 
     def on_step(engine: CountingEngine) -> None:

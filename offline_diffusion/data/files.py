@@ -30,7 +30,7 @@ _HINTS = {
     errno.EDQUOT: "the disk quota is used up; free some space and run the same command: it goes on",
     errno.EACCES: "choose a folder you may write to, or change its permissions",
     errno.EPERM: "choose a folder you may write to, or change its permissions",
-    errno.EROFS: "the file system is mounted read-only; choose another folder",
+    errno.EROFS: "the file system is mounted read-only; make it writable or choose another folder",
     errno.ENOTDIR: "a part of the path is a file; choose another folder",
     errno.EEXIST: "a file is in the way; choose another folder",
 }
@@ -63,6 +63,15 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, as far as they are missing; a power loss does not take them away."""
+    above = [each.parent for each in (folder, *folder.parents) if each == folder or not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in above:
+        with contextlib.suppress(PermissionError):  # it may be one that we may only write to
+            sync_folder(each)
 
 
 def scratch_path(scratch: Path, name: str) -> Path:

@@ -17,7 +17,9 @@ from offline_diffusion.data.files import (
     delete,
     disk_errors,
     drop_dead_scratch,
+    make_folder,
     scratch_path,
+    sync_folder,
     to_json,
 )
 from offline_diffusion.data.heartbeat import Heartbeat, drop_old_heartbeats, write_heartbeat
@@ -122,12 +124,14 @@ class Ledger:
                 self._job = read_job(self.out)
             for name in (IMAGES, METRICS, PARTIALS, SHARDS, STAGED):
                 (self.out / name).mkdir(parents=True, exist_ok=True)
+            sync_folder(self.state)  # what is synced in a folder is lost with the folder's name
+            sync_folder(self.out)
             if self.remote is not None:
                 self.remote.pull_markers(drop=True)
             self.publications.roll_forward()
 
     def _refuse_foreign_folder(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
+        make_folder(self.out)
         foreign = [name for name in os.listdir(self.out) if name != STATE and not name.startswith(".")]
         if foreign and not (self.out / JOB_FILE).exists():
             shown = ", ".join(sorted(foreign)[:5]) + (", ..." if len(foreign) > 5 else "")

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from offline_diffusion.data.files import (
     link_file,
+    make_folder,
     move_away,
     scratch_path,
     sync_folder,
@@ -162,7 +163,8 @@ class Publications:
             move_away(other.path, self.scratch)
         for file in marker.files:
             target = self.out / file.path
-            target.parent.mkdir(exist_ok=True)
+            if not target.parent.exists():
+                make_folder(target.parent)
             with contextlib.suppress(FileNotFoundError):  # moved by somebody else, or too late
                 os.replace(staged_file(staged.path, file.path), target)
         published = {self.out / file.path for file in marker.files}
@@ -173,7 +175,7 @@ class Publications:
                         os.replace(path, staged.path / f"old.{table}.{path.name}")
             if (self.out / table).exists():
                 sync_folder(self.out / table)
-        sync_folder(self.out)
+        sync_folder(self.out)  # somebody else may have made a table's folder just now
         move_away(staged.path, self.scratch)
 
     def _others(self, staged: StagedFolder) -> Iterator[StagedFolder]:

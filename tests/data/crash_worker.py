@@ -186,8 +186,10 @@ ONCE_MORE = {(1, 0)}
 
 def publish(
     out: Path, failing: set[tuple[int, int]], *, parts: int, arm: Callable[[], None] = lambda: None
-) -> None:
+) -> list[tuple[int, int]]:
     """Makes one publication of a shard, unless there is one with as few failures.
+
+    Returns the images that had to be drawn.
 
     Args:
         out: The output folder.
@@ -200,8 +202,9 @@ def publish(
     shard = ledger.shards[0]
     assert find_broken(ledger, [shard]) == {}
     number, marker = ledger.next_number(shard), ledger.marker(shard)
+    drawn: list[tuple[int, int]] = []
     if marker is not None and marker.num_failed <= len(failing):
-        return
+        return drawn
     options: dict[str, Any] = {"task": 0, "worker": "w", "image_format": "png"}
     writer = ShardWriter(ledger, shard, PUBLISHED, number=number, retry_failed=marker is not None, **options)
     if marker is not None:
@@ -210,12 +213,20 @@ def publish(
         key = (image.row, image.image_index)
         output = make_output(image, error_type="nan" if key in failing else None)
         if key in writer.missing:
+            drawn.append(key)
             writer.append(make_record(image, output, row_hash=writer.row_hash(image.row), **options))
     arm()
     try:
         writer.publish()
     except ShardLostError:
         writer.forget()
+    return drawn
+
+
+def clear(out: Path) -> None:
+    """Deletes what a process that died left behind."""
+    ledger = Ledger(out)
+    ledger.clear_leftovers(ledger.shards, ledger.leftovers())
 
 
 def before_publish(kind: str, root: Path) -> set[tuple[int, int]]:
@@ -238,8 +249,7 @@ def crash_publish(kind: str, root: Path) -> None:
 
         def resumed(out: Path = out) -> None:
             publish(out, failing, parts=2)
-            ledger = Ledger(out)
-            ledger.clear_leftovers(ledger.shards, ledger.leftovers())
+            clear(out)
 
         code = wait(fork(dying))
         assert code in (0, -signal.SIGKILL), code

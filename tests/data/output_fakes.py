@@ -18,6 +18,7 @@ from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.quick_check import find_broken
 from offline_diffusion.data.rows import ImageTask, ManifestRow, RowFault
 from offline_diffusion.data.sink import Sink
+from offline_diffusion.data.verify import verify
 from offline_diffusion.request import Request, RequestMetrics, RequestOutput, SamplingParams
 
 CARRIED = pa.schema([("tag", pa.string()), ("weight", pa.float64()), ("scores", pa.list_(pa.int64()))])
@@ -178,3 +179,23 @@ def contents(out: Path) -> list[tuple[Any, ...]]:
         for row in read_table(out, "metrics")
     ]
     return images + metrics
+
+
+def check_publication(out: Path, rows: list[ManifestRow | RowFault], num_failed: int) -> None:
+    """A folder has every image of its one shard once and as it is drawn, and nothing else."""
+    report = verify(out, num_threads=1)
+    assert (report.problems, report.pending, report.unmoved) == ([], [], []), out
+    wanted = all_images(rows)
+    metrics = read_table(out, "metrics")
+    keys = [(image.row, image.image_index) for image in wanted]
+    assert [(row["row"], row["image_index"]) for row in metrics] == keys, out
+    assert sum(row["status"] == "failed" for row in metrics) == num_failed, out
+    images = read_table(out, "images")
+    expected = {
+        (image.row, image.image_index): hashlib.sha256(make_pixels(image).tobytes()).hexdigest()
+        for image in wanted
+    }
+    assert len(images) == len(wanted) - num_failed, out
+    assert all(row["sha256"] == expected[row["row"], row["image_index"]] for row in images), out
+    for name in ("staged", "tmp"):
+        assert list((out / "_state" / name).iterdir()) == [], out

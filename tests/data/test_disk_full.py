@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mounts import memory_disk
 from output_fakes import all_images, contents, make_output, make_rows, open_ledger, run_job
 
 from offline_diffusion.data import disk_full
@@ -32,15 +32,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """An empty file system of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with memory_disk(tmp_path / "disk", 2**20):
+        yield tmp_path / "disk"
 
 
 def fill(disk: Path, num_bytes_left: int) -> Path:
