@@ -1,4 +1,4 @@
-"""An output on a disk that is read-only, or becomes so: the job ends with 1 and says why; nothing is corrupt."""
+"""An output on a disk that is read-only, or becomes so: exit code 1, a reason, and nothing is corrupt."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ INTERVAL_S = 0.3
 SLACK_S = 1.0
 """A checkpoint is whole on disk so long after it was begun, on a machine that does other things too."""
 LIFE_S = (2 * (INTERVAL_S + SLACK_S), 3 * (INTERVAL_S + SLACK_S))
-"""Of drawing, before a kill: at least half of what was done must be in checkpoints, or is lost without them."""
+"""Of drawing, before a kill: at least half of what was done is in checkpoints, or lost without them."""
 
 NUM_KILLS = 5
 FLAGS = ("--shard-size=5", "--max-num-seqs=3")
