@@ -28,6 +28,11 @@ from offline_diffusion.errors import ManifestError, did_you_mean
 NUM_SAMPLE_ROWS = 200
 NO_LIMIT = 2**63 - 1
 
+CHANGED_HINT = (
+    "a manifest must not change while a job runs: once it is as it was, the same command goes on; "
+    "--allow-manifest-change goes on with the new rows"
+)
+
 DUPLICATE_REASON = "an earlier row has the same id"
 
 
@@ -61,6 +66,7 @@ class Manifest:
         self.notes = notes
         self._builder = builder
         self._digests: dict[int, tuple[Stamp, str]] = {}
+        self._changed: dict[int, str] = {}
         self._num_rows: dict[int, int] = {}
 
     @property
@@ -192,6 +198,8 @@ class Manifest:
     def require_unchanged(self, rows: range) -> None:
         """Checks that the files of some rows are as they were when the fingerprint was made.
 
+        One that looks otherwise is read through: it may only have been touched.
+
         Raises:
             ManifestError: One has changed, or is gone.
         """
@@ -199,11 +207,24 @@ class Manifest:
         for index, file in enumerate(self.files):
             num_rows = self._num_rows.get(index, NO_LIMIT)
             start, stop = max(rows.start - first_row, 0), min(rows.stop - first_row, num_rows)
-            if start < stop:
-                file.require_unchanged(range(start, stop))
+            changed = file.changed(range(start, stop)) if start < stop else None
+            if changed is not None and not self._was_only_touched(index):
+                self._changed[index] = changed
+            if start < stop and index in self._changed:
+                raise ManifestError(
+                    f"{self._changed[index]}: has changed since this run began", hint=CHANGED_HINT
+                )
             first_row += num_rows
             if first_row >= rows.stop:
                 return
+
+    def _was_only_touched(self, index: int) -> bool:
+        _, digest = self._digests[index]
+        stamp = self.files[index].stamp()  # first: what changes while it is read looks changed afterwards
+        if self.files[index].digest() != digest:
+            return False
+        self._digests[index] = (stamp, digest)
+        return True
 
     def _digest(self, index: int, stamp: Stamp) -> str:
         known = self._digests.get(index)

@@ -57,6 +57,30 @@ def test_a_file_rewritten_in_place(tmp_path: Path) -> None:
     assert "--allow-manifest-change" in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_touch_ends_nothing(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read through once, and what comes after it still counts."""
+    path = Path(write_jsonl(tmp_path / "m.jsonl", rows("a"))) if kind == "file" else tmp_path / "a4.txt"
+    if kind == "folder":
+        for n in range(10):
+            (tmp_path / f"a{n}.txt").write_text("a red cup")
+    reader = watched(path if kind == "file" else tmp_path)
+    digests: list[str] = []
+    real = DataFile.open
+    monkeypatch.setattr(DataFile, "open", lambda file: digests.append(file.name) or real(file))
+    ids(reader, range(3, 6))
+    num_reads = len(digests)
+    rewrite(path, path.read_bytes())
+    assert ids(reader, range(3, 6)) == ["a3", "a4", "a5"]
+    assert len(digests) > num_reads + (1 if kind == "file" else 3)  # a look at the content
+    del digests[:]
+    assert ids(reader, range(3, 6)) == ["a3", "a4", "a5"]
+    assert len(digests) <= num_reads
+    rewrite(path, path.read_bytes().replace(b"red", b"tea"))
+    with pytest.raises(ManifestError, match="has changed"):
+        reader.read(range(3, 6))
+
+
 def test_a_file_rewritten_while_a_range_of_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,7 +299,10 @@ def test_a_file_over_http_that_changes(web: WebServer) -> None:
     web.headers = {"ETag": '"one"'}
     reader = watched(web.url)
     assert ids(reader, range(3)) == ["a0", "a1", "a2"]
-    web.headers = {"ETag": '"two"'}
+    web.headers = {"ETag": '"two"'}  # by another server of the same farm
+    assert ids(reader, range(3, 6)) == ["a3", "a4", "a5"]
+    web.content = web.content.replace(b'"a', b'"b')
+    web.headers = {"ETag": '"three"'}
     with pytest.raises(ManifestError, match=r"m\.jsonl: has changed"):
         reader.read(range(3, 6))
 

@@ -207,8 +207,8 @@ class SavedDatasetReader:
     def stamp(self) -> Stamp:
         return self._watched.stamp()
 
-    def require_unchanged(self, _: range, /) -> None:
-        self._watched.require_unchanged()
+    def changed(self, _: range, /) -> str | None:
+        return self._watched.changed()
 
     def digest(self) -> str:
         return digest_of(file.digest().encode() for file in self.files)
@@ -296,8 +296,8 @@ class HubDatasetReader:
     def stamp(self) -> Stamp:
         return Stamp(None, None)
 
-    def require_unchanged(self, _: range, /) -> None:
-        pass  # a commit does not change
+    def changed(self, _: range, /) -> str | None:
+        return None  # a commit does not change
 
     def digest(self) -> str:
         return f"commit:{self.commit}"

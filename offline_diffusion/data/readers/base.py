@@ -168,14 +168,14 @@ class Reader(Protocol):
     def stamp(self) -> Stamp:
         """Size and version, without reading the content. From then on the file must stay as it is."""
 
-    def require_unchanged(self, rows: range, /) -> None:
-        """Checks that what some rows are read from is as it was at the last ``stamp``, if there was one.
+    def changed(self, rows: range, /) -> str | None:
+        """What some rows are read from, by name, if it looks otherwise than at the last ``stamp``.
 
         Args:
             rows: Counted within the file.
 
         Raises:
-            ManifestError: It has changed, or is gone.
+            ManifestError: It is gone.
         """
 
     def digest(self) -> str:

@@ -56,8 +56,8 @@ class FileReader:
     def stamp(self) -> Stamp:
         return self._watched.stamp()
 
-    def require_unchanged(self, _: range, /) -> None:
-        self._watched.require_unchanged()
+    def changed(self, _: range, /) -> str | None:
+        return self._watched.changed()
 
     def digest(self) -> str:
         return self.file.digest()
@@ -184,8 +184,8 @@ class PromptFolderReader:
     def stamp(self) -> Stamp:
         return self._watched.stamp()
 
-    def require_unchanged(self, rows: range, /) -> None:
-        self._watched.require_unchanged(slice(rows.start, rows.stop))
+    def changed(self, rows: range, /) -> str | None:
+        return self._watched.changed(slice(rows.start, rows.stop))
 
     def digest(self) -> str:
         return digest_of(part for stem, file in self.files for part in _named_content(stem, file))

@@ -7,12 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from offline_diffusion.data.readers.base import Stamp
 from offline_diffusion.data.readers.files import DataFile, digest_of, gone
-from offline_diffusion.errors import ManifestError
-
-CHANGED_HINT = (
-    "a manifest must not change while a job runs: once it is as it was, the same command goes on; "
-    "--allow-manifest-change goes on with the new rows"
-)
 
 
 class WatchedFiles:
@@ -44,18 +38,19 @@ class WatchedFiles:
         lines = (f"{file.path}\0{stamp.size}\0{stamp.version}\0" for file, stamp in named)
         return Stamp(size, digest_of(line.encode("utf-8", "surrogateescape") for line in lines))
 
-    def require_unchanged(self, part: slice = slice(None)) -> None:
-        """Checks that some of them look as they were remembered, if they were.
+    def changed(self, part: slice = slice(None)) -> str | None:
+        """The first of some of them that looks otherwise than it was remembered, if it was.
 
         Raises:
-            ManifestError: One does not, or is gone.
+            ManifestError: One is gone.
         """
         if self._seen is None:
-            return
+            return None
         files = self._files[part]
         for file, stamp, seen in zip(files, self._look(files), self._seen[part], strict=True):
             if hash(stamp) != seen:
-                raise ManifestError(f"{file.name}: has changed since this run began", hint=CHANGED_HINT)
+                return file.name
+        return None
 
     def _look(self, files: Sequence[DataFile]) -> Iterable[Stamp]:
         elsewhere = files[0].elsewhere if files else None
