@@ -30,14 +30,14 @@ def test_a_target_installs_what_it_needs(tmp_path: Path, target: str, extra: str
     assert installs == [extra]
 
 
-@pytest.mark.parametrize("target", ["test", "test-slow", "test-chaos", "test-slurm"])
+@pytest.mark.parametrize("target", ["test", "test-slow", "test-chaos", "test-slurm", "test-ray"])
 def test_a_run_that_finds_no_test_fails(tmp_path: Path, target: str) -> None:
     assert "||" not in commands(target, tmp_path / "venv")
 
 
 def test_the_contributors_page_names_what_ci_runs() -> None:
     targets = re.findall(r"^make (\S+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
-    assert set(targets) == {"test", "lint", "test-slow", "test-chaos", "test-slurm"}
+    assert set(targets) == {"test", "lint", "test-slow", "test-chaos", "test-slurm", "test-ray"}
     setup = (ROOT / "CONTRIBUTING.md").read_text().partition("| target |")[0]
     words = set(re.findall(r"[a-z-]+", " ".join(re.findall(r"make [a-z -]+", setup))))
     assert set(targets) <= words
