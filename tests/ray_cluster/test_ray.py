@@ -108,7 +108,8 @@ def test_a_stop_ends_all_workers_and_the_job_goes_on(cluster: None, tmp_path: Pa
     thread.start()
     assert run(manifest, out, steps=150, stop=stop).interrupted
     thread.join(5)
-    assert len(heartbeats(out)) <= 2, "a task that waited for its place has drawn after the stop"
+    assert all(beat["state"] != "running" for beat in heartbeats(out))
+    assert 0 < sum(beat["num_ok"] for beat in heartbeats(out)) < 40
     assert not run(manifest, out, steps=150).interrupted
     assert (verify(out).num_problems, verify(out).num_images) == (0, 40)
 
