@@ -113,18 +113,16 @@ def test_a_manifest_on_storage_that_is_away(
     monkeypatch.setattr("offline_diffusion.data.requests_again.STOPPING_S", 0.2)
     s3.put("m.jsonl", make_manifest(tmp_path / "m.jsonl").read_bytes())
     source, out, lines = f"s3://{BUCKET}/m.jsonl", tmp_path / "out", list[str]()
-    first, stop, num_failed = Runner(), StopFlag(), 0
+    first, stop = Runner(), StopFlag()
 
-    def fault(_: Any) -> str:
-        nonlocal num_failed
-        num_failed += 1
-        if num_failed == 3:
+    def say(line: str) -> None:
+        lines.append(line)
+        if "trying again" in line:
             stop.request("SIGTERM")
-        return "busy"
 
-    first.on_step = at_step(3, lambda: setattr(s3, "fault", fault))
+    first.on_step = at_step(3, lambda: setattr(s3, "fault", lambda _: "busy"))
     with pytest.raises(JobInterrupted, match=r"m\.jsonl cannot be reached: .*Service Unavailable") as caught:
-        first.run(source, out, stop=stop, say=lines.append, **OPTIONS)
+        first.run(source, out, stop=stop, say=say, **OPTIONS)
     assert caught.value.exit_code == 75
     assert [line for line in lines if line.startswith(source) and "trying again, for at most 300 s" in line]
     assert 0 < sum(first.finished.values()) < NUM_ROWS

@@ -662,7 +662,7 @@ def test_a_stop_waits_for_the_upload_at_work_and_for_no_other(s3: S3Server, tmp_
     def slow(request: S3Request) -> Fault | None:
         if request.verb == "PUT" and "staged/shard-00000" in request.key:
             began.set()
-            goes_on.wait(10)
+            goes_on.wait(60)
         return None
 
     s3.fault = slow
@@ -672,14 +672,17 @@ def test_a_stop_waits_for_the_upload_at_work_and_for_no_other(s3: S3Server, tmp_
         sink.open_shard(shard, ROWS[shard.start : shard.stop])
     for image in all_images(ROWS[:3]):
         sink.submit(0, image, make_output(image))
-    assert began.wait(10)
+    assert began.wait(30)
     for image in all_images(ROWS[3:]):  # else they may be all written before the last of the first shard
         sink.submit(1, image, make_output(image))
-    deadline = time.monotonic() + 10
-    while len(sink.finished(1) or ()) < 4 and time.monotonic() < deadline:
+    begun, deadline = list(sink._open.values()), time.monotonic() + 30
+
+    def are_durable() -> bool:
+        return len(sink.finished(1) or ()) == 4 and all(writer._partial._synced for writer in begun)
+
+    while not are_durable() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(sink.finished(1) or ()) == 4, "images of the second shard are written during the upload"
-    assert all(writer._partial._synced for writer in sink._open.values()), "and survive a power loss"
+    assert are_durable(), "images of the second shard are written and synced during the upload"
     sink.abandon()
     goes_on.set()
     sink.close(abandon=True)
