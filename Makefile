@@ -54,7 +54,7 @@ test: $(VENV)/installed-test
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not slurm and not ray and not chaos"
 
 test-slow: $(VENV)/installed-test
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not gpu"
 
 # OFFDIFF_STORM_KILLS=200 makes it a longer storm, OFFDIFF_STORM_SEED=5 another one.
 test-chaos: $(VENV)/installed-test

@@ -1,6 +1,7 @@
 """``offdiff`` that notes every step of every image: ``step_log.py LOG ARGUMENT...``.
 
-A line is the monotonic clock's seconds, the request's id and the steps it has done.
+A line is the monotonic clock's seconds, the request's id and the steps it has done. A pause of
+``STEP_PAUSE_S`` seconds follows each step of the engine: a job takes its time on a fast machine, too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main() -> None:
     from offline_diffusion.engine.engine import Engine
     from offline_diffusion.engine.request_state import RequestState
 
+    pause_s = float(os.environ.get("STEP_PAUSE_S", "0"))
     log = os.open(sys.argv.pop(1), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     count_step = Engine._count_step
 
@@ -40,6 +42,7 @@ def main() -> None:
         now = time.monotonic()
         lines = (f"{now} {state.request.request_id} {state.step_index}\n" for state in running)
         os.write(log, "".join(lines).encode())
+        time.sleep(pause_s)
 
     Engine._count_step = note_step  # type: ignore[method-assign]
     offdiff()
