@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,6 +41,16 @@ def ledger_of(
         config.out, say=say, stopped=lambda: stop.requests > 0, give_up_after_s=give_up_after_s
     )
     return Ledger(config.folder, storage)
+
+
+def manifest_of(config: JobConfig, *, say: Say, stopped: Callable[[], bool] = lambda: False) -> Manifest:
+    """A job's manifest; one that lies elsewhere is waited for, see `RequestsAgain` for the arguments.
+
+    Raises:
+        ManifestError, JobInterrupted: As of `open_manifest`.
+    """
+    requests = RequestsAgain(say=say, stopped=stopped)
+    return open_manifest(config.manifests, column_map=config.map, limit=config.limit, requests=requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +92,7 @@ class Preparation:
             OffdiffError: The job cannot start.
         """
         config = self.config
-        manifest = open_manifest(
-            config.manifests,
-            column_map=config.map,
-            limit=config.limit,
-            requests=RequestsAgain(say=self.say, stopped=lambda: self.stop.requests > 0),
-        )
+        manifest = manifest_of(config, say=self.say, stopped=lambda: self.stop.requests > 0)
         checkpoint = find_checkpoint(config.model, config.revision)
         ledger = ledger_of(config, say=self.say, stop=self.stop)
         index_folder = ledger.out / "_state" / "manifest"

@@ -19,9 +19,9 @@ MAX_LOOK_GAP_S = 60.0
 """After a longer gap between two looks the time counts anew: the process was frozen, or its disk was."""
 
 
-def hung_line(seconds: float) -> str:
-    """What a user is told of an engine that hangs."""
-    return f"no step has ended for {seconds / 60:.0f} min: others may take over what this worker holds"
+def hung_line(seconds: float, so: str = "others may take over what this worker holds") -> str:
+    """What a user is told of an engine that hangs, and what comes of it."""
+    return f"no step has ended for {seconds / 60:.0f} min: {so}"
 
 
 class Pulse:

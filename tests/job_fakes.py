@@ -77,6 +77,23 @@ class CountingEngine(Engine):
         self.num_image_steps += len(running)
 
 
+OnStep = Callable[[CountingEngine], None]
+
+
+def at_step(step: int, action: Callable[[], Any]) -> OnStep:
+    """Does something before a step of the engine, counted from 1."""
+    return lambda engine: action() if engine.num_steps == step else None
+
+
+def fail_at_step(step: int, error: BaseException) -> OnStep:
+    """Raises before a step of the engine, counted from 1."""
+
+    def fail() -> None:
+        raise error
+
+    return at_step(step, fail)
+
+
 class FailingModel:
     """The default model; prompts that hold one of these words fail at that stage.
 

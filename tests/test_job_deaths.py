@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from job_fakes import CountingEngine, FailingModel, Runner, loaded_model, make_rows, read_table, write_jsonl
+from job_fakes import (
+    CountingEngine,
+    FailingModel,
+    Runner,
+    fail_at_step,
+    loaded_model,
+    make_rows,
+    read_table,
+    write_jsonl,
+)
 
 from offline_diffusion.data import sink as sink_module
 from offline_diffusion.data.deaths import MAX_KILLS
@@ -170,13 +179,9 @@ def test_what_a_lost_device_spoils_at_the_end_hides_no_crash(
             time.sleep(0.5)
             raise torch.AcceleratorError("CUDA error: the same, later")
 
-    def on_step(engine: CountingEngine) -> None:
-        if engine.num_steps == 2:
-            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-
     monkeypatch.setattr(CountingEngine, "snapshot", lambda engine: LateSnapshot())
     runner = Runner()
-    runner.on_step = on_step
+    runner.on_step = fail_at_step(2, torch.AcceleratorError("CUDA error: unspecified launch failure"))
     with pytest.raises(CrashError, match="unspecified launch failure"):
         runner.run(manifest, tmp_path / "out", checkpoint_interval=1e-6, **OPTIONS)
     assert {beat.state for beat in read_heartbeats(tmp_path / "out")} == {"stopped"}
@@ -185,12 +190,7 @@ def test_what_a_lost_device_spoils_at_the_end_hides_no_crash(
 def test_a_fault_of_the_engine_itself_counts_too(manifest: Path, tmp_path: Path) -> None:
     """It may be a row that brings it out: nobody else could find out."""
     runner = Runner()
-
-    def on_step(engine: CountingEngine) -> None:
-        if engine.num_steps == 3:
-            raise KeyError("a made-up fault of the scheduler")
-
-    runner.on_step = on_step
+    runner.on_step = fail_at_step(3, KeyError("a made-up fault of the scheduler"))
     with pytest.raises(CrashError, match="KeyError: 'a made-up fault"):
         runner.run(manifest, tmp_path / "out", **OPTIONS)
     assert len(in_flight(tmp_path / "out")) == 1
@@ -213,12 +213,7 @@ def test_a_fault_elsewhere_is_no_image_s(
 
 def test_a_keyboard_interrupt_in_a_step_is_no_crash(manifest: Path, tmp_path: Path) -> None:
     runner = Runner()
-
-    def on_step(engine: CountingEngine) -> None:
-        if engine.num_steps == 3:
-            raise KeyboardInterrupt
-
-    runner.on_step = on_step
+    runner.on_step = fail_at_step(3, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         runner.run(manifest, tmp_path / "out", **OPTIONS)
     assert in_flight(tmp_path / "out") == []

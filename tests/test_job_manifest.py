@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_fakes import SMALL, CountingEngine, Runner, make_rows, pixels_by_key, read_table, write_jsonl
+from job_fakes import SMALL, Runner, at_step, make_rows, pixels_by_key, read_table, write_jsonl
 
 from offline_diffusion import job
 from offline_diffusion.data.readers.files import DataFile
@@ -38,10 +38,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     folder = tmp_path_factory.mktemp("whole")
     Runner().run(make_manifest(folder / "m.jsonl"), folder / "out", **OPTIONS)
     return pixels_by_key(folder / "out")
-
-
-def at_step(step: int, action: Callable[[], Any]) -> Callable[[CountingEngine], None]:
-    return lambda engine: action() if engine.num_steps == step else None
 
 
 def rewrite(path: Path) -> None:

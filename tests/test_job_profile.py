@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_fakes import SMALL, CountingEngine, Runner, make_rows, pixels_by_key, write_jsonl
+from job_fakes import SMALL, CountingEngine, Runner, fail_at_step, make_rows, pixels_by_key, write_jsonl
 from resume_fakes import stop_at
 
 from offline_diffusion.engine import profile as profile_module
@@ -106,12 +106,7 @@ def test_an_interrupted_run_writes_what_it_has(manifest: Path, tmp_path: Path) -
 
 def test_a_failed_run_writes_what_it_has(manifest: Path, tmp_path: Path) -> None:
     runner = Runner()
-
-    def on_step(engine: CountingEngine) -> None:
-        if engine.num_steps == 4:
-            raise TooManyFailuresError("made up")
-
-    runner.on_step = on_step
+    runner.on_step = fail_at_step(4, TooManyFailuresError("made up"))
     with pytest.raises(TooManyFailuresError):
         runner.run(manifest, tmp_path, profile=True, **OPTIONS)
     assert read_summary(tmp_path)["interrupted"]

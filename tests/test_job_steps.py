@@ -6,14 +6,13 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from job_fakes import CountingEngine, Runner, make_rows, read_table, write_jsonl
+from job_fakes import CountingEngine, OnStep, Runner, at_step, make_rows, read_table, write_jsonl
 from safetensors import safe_open
 
 from offline_diffusion import job
@@ -30,8 +29,6 @@ OPTIONS: dict[str, Any] = {
     "device": "cpu", "height": 32, "width": 32, "num_inference_steps": STEPS, "shard_size": 4,
     "max_num_seqs": 3, "scheduling_policy": "fifo",
 }  # fmt: skip
-
-OnStep = Callable[[CountingEngine], None]
 
 
 def keep_savers(monkeypatch: pytest.MonkeyPatch) -> list[StepSaver]:
@@ -113,7 +110,7 @@ def test_a_stop_in_mid_denoise_loses_no_step(manifest: Path, whole: dict[Any, st
 
 def stop_at_step(stop: StopFlag, step: int) -> OnStep:
     """Asks to stop before the engine's so-manieth step, which it then does."""
-    return lambda engine: stop.request("SIGTERM") if engine.num_steps == step else None
+    return at_step(step, lambda: stop.request("SIGTERM"))
 
 
 def test_a_checkpoint_bears_the_generation_of_its_owner(

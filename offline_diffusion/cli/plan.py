@@ -113,19 +113,17 @@ def _likely_budget(record: CostRecord | None) -> tuple[int, str]:
 
 def _scan(config: JobConfig) -> Plan:
     """Reads the manifest, twice where several tasks share it: whose a shard is is known only at its end."""
-    from offline_diffusion.data.manifest import open_manifest
     from offline_diffusion.data.plan import PlanBuilder, assign_shards
-    from offline_diffusion.data.requests_again import RequestsAgain
     from offline_diffusion.data.scan import scan
     from offline_diffusion.data.work import ShardCosts, WorkMeter
     from offline_diffusion.engine.scheduler import LOOK_AHEAD
     from offline_diffusion.job import row_defaults
     from offline_diffusion.models.registry import capabilities_for
+    from offline_diffusion.preparation import manifest_of
 
     assert config.max_num_batched_tokens is not None
     capabilities, defaults = capabilities_for(config.model, config.revision), row_defaults(config)
-    requests = RequestsAgain(say=partial(click.echo, err=True))
-    manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit, requests=requests)
+    manifest = manifest_of(config, say=partial(click.echo, err=True))
     shares = None
     if config.num_tasks > 1:
         costs = ShardCosts(WorkMeter(capabilities, defaults), config.shard_size)

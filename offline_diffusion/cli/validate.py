@@ -39,16 +39,14 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
       offdiff validate manifests/quickstart.jsonl
       offdiff validate --job jobs/promptset.yaml --json
     """
-    from offline_diffusion.data.manifest import open_manifest
-    from offline_diffusion.data.requests_again import RequestsAgain
     from offline_diffusion.data.validate import validate
     from offline_diffusion.job import row_defaults
+    from offline_diffusion.preparation import manifest_of
 
     # Nothing is written, so a folder need not be named.
     values, spelling = gather_values({**given, "out": "."})
     config = make_job_config(values, spelling=spelling)
-    requests = RequestsAgain(say=partial(click.echo, err=True))
-    manifest = open_manifest(config.manifests, column_map=config.map, limit=config.limit, requests=requests)
+    manifest = manifest_of(config, say=partial(click.echo, err=True))
     faults = validate(manifest, capabilities=_capabilities(config), defaults=row_defaults(config))
     num_faults = 0
     with ticking(lambda: f"validating: {plural(faults.num_rows, 'row')}"):

@@ -23,6 +23,7 @@ from offline_diffusion.data.layout import (
     METRICS,
     Shard,
     StagedFolder,
+    index_of,
     make_shards,
     staged_file,
     table_files,
@@ -275,7 +276,7 @@ def _sources(out: Path, folder: Path) -> Iterator[_Source]:
     shards = make_shards(job.identity.num_rows, job.identity.shard_size)
     publications = Publications.of_superseded(out, folder)
     numbers = publications.numbers()
-    begun = {int(path.name.split(".")[0].split("-")[1]) for path in (folder / "partial").glob("*.arrows")}
+    begun = {index_of(path.name) for path in (folder / "partial").glob("*.arrows")}
     for index in sorted(numbers.keys() | begun):
         shard = shards[index]
         marker = publications.marker(shard.stem, numbers[index]) if index in numbers else None

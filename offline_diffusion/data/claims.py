@@ -19,7 +19,7 @@ from typing import Literal
 from offline_diffusion.data import heartbeat
 from offline_diffusion.data.files import to_json
 from offline_diffusion.data.heartbeat import Heartbeat, Seen, SignWatch, read_heartbeat
-from offline_diffusion.data.layout import STATE, Shard
+from offline_diffusion.data.layout import STATE, Shard, stem_of
 from offline_diffusion.data.process import ProcessId, is_known_dead, this_process
 from offline_diffusion.data.state_files import FolderFiles, StateFiles
 from offline_diffusion.errors import JobError, OffdiffError
@@ -151,7 +151,7 @@ class Claims:
         """
         generations = {shard.stem: generation for shard, generation in claimed}
         for name in self._files.names(CLAIMS) if generations else ():
-            match, generation = _NAME.fullmatch(name), generations.get(name.split(".")[0], -1)
+            match, generation = _NAME.fullmatch(name), generations.get(stem_of(name), -1)
             if generation >= 0 and (match is None or int(match[2]) <= generation):
                 self._files.remove(f"{CLAIMS}/{name}")
 

@@ -144,6 +144,11 @@ def stem_of(name: str) -> str:
     return name.split(".", maxsplit=1)[0]
 
 
+def index_of(name: str) -> int:
+    """That shard's index."""
+    return int(stem_of(name).split("-")[1])
+
+
 def generation_of(name: str) -> int:
     """The owner of a shard that has made a file, by the file's name; -1 where that does not tell."""
     match = re.search(r"\.(\d{6,})[.-]", name)

@@ -35,6 +35,7 @@ from offline_diffusion.data.layout import (
     STEPS,
     Shard,
     Shards,
+    index_of,
     make_shards,
     staged_folders,
     stem_of,
@@ -307,7 +308,7 @@ class Ledger:
         published = self.published()
         with disk_errors(self.state):
             for path in leftovers:
-                shard = mine.get(path.name.split(".")[0])
+                shard = mine.get(stem_of(path.name))
                 if shard is not None and (path.parent == self.scratch or shard.index in published):
                     delete(path)
             for stem in {staged.stem for staged in staged_folders(self.publications.staged)} & mine.keys():
@@ -315,7 +316,7 @@ class Ledger:
 
     def _is_over(self, name: str) -> bool:
         """Whether a file is of a shard of which nothing will be made again, unless it breaks."""
-        marker = self.marker(self.shards[int(stem_of(name).split("-")[1])])
+        marker = self.marker(self.shards[index_of(name)])
         return marker is not None and not marker.has_failures
 
     def finish(self) -> bool:

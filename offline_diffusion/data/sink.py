@@ -72,8 +72,7 @@ class Sink:
         self._ledger, self._image_format, self._image_level = ledger, image_format, image_level
         self._task, self._worker, self._max_pending = task, worker, max_pending
         self._say, self._patience = say, Patience(ledger.out, say)
-        self._superseded = Superseded(ledger)
-        self._open: dict[int, ShardWriter] = {}
+        self._superseded, self._open = Superseded(ledger), dict[int, ShardWriter]()
         self._lost, self._tables_seen = set[int](), set[str]()
         self._room = threading.Condition()  # guards everything below
         self._progress, self._rate = SinkProgress(), RecentRate()
@@ -82,7 +81,7 @@ class Sink:
         self._error_raised = self._is_abandoned = False
         self._encoders = ThreadPoolExecutor(num_threads, thread_name_prefix="offdiff-encode")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offdiff-write")
-        self._publisher = self._writer if ledger.remote is None else ThreadPoolExecutor(1, "offdiff-publish")
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="offdiff-publish")
         self._heartbeat = Heartbeat(task=task, num_tasks=num_tasks, worker=worker)
         self._beat()
         self._stopped = threading.Event()
@@ -147,8 +146,7 @@ class Sink:
             )
         self._count(num_recovered=len(finished))
         if writer.complete:
-            self._patience.do(writer.sync)
-            (self._publish if self._ledger.remote is None else self._begin_publishing)(writer)
+            self._complete(writer)
         return finished
 
     def _adopt_published(self, writer: ShardWriter) -> None:
@@ -180,8 +178,7 @@ class Sink:
 
     def finished(self, shard_index: int) -> ImageKeys | None:
         """Images of a shard that a kill cannot lose any more, as of now; None when it is not open here."""
-        writer = self._open.get(shard_index)
-        return None if writer is None else writer.finished
+        return None if (writer := self._open.get(shard_index)) is None else writer.finished
 
     def num_failed(self, shard_index: int) -> int:
         """Failed images of an open shard that are written; 0 when it is not open here."""
@@ -324,11 +321,14 @@ class Sink:
             self._rate.count()
         self._count(num_ok=is_ok, num_failed=not is_ok)
         if writer.complete:
-            self._patience.do(writer.sync)
-            (self._publish if self._ledger.remote is None else self._begin_publishing)(writer)
+            self._complete(writer)
 
-    def _begin_publishing(self, writer: ShardWriter) -> None:
+    def _complete(self, writer: ShardWriter) -> None:
         """Uploads have a thread of their own: other images are not durable until they are written."""
+        self._patience.do(writer.sync)
+        if self._ledger.remote is None:
+            self._publish(writer)
+            return
         with self._room:
             self._num_publishing += 1
             self._count(num_pending=1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from offline_diffusion.data.heartbeat import Heartbeat, OpenShard, read_heartbeats, workers_at_work
+from offline_diffusion.data.layout import index_of
 from offline_diffusion.data.ledger import Ledger, open_to_read
 from offline_diffusion.data.marker import Marker
 
@@ -181,7 +182,7 @@ def _shards(
             elif beat.worker in at_work:  # its failures are being retried
                 found[index] = replace(found[index], state="running")
     for path in ledger.partials.glob("*.arrows"):
-        index = int(path.name.split(".")[0].split("-")[1])
+        index = index_of(path.name)
         found.setdefault(index, ShardStatus(shard=index, state="begun"))
     return [found[index] for index in sorted(found)]
 

@@ -22,6 +22,7 @@ from offline_diffusion.data.layout import (
     Shard,
     publication_numbers,
     staged_file,
+    stem_of,
     table_file,
     table_files,
 )
@@ -209,7 +210,7 @@ def find_strays(ledger: Ledger) -> list[Problem]:
     strays = []
     for name in publications.table_names():
         file = name.split("/")[1]
-        is_known = name in known or file.split(".")[0] in moving
+        is_known = name in known or stem_of(file) in moving
         if not is_known and not file.startswith("."):
             reason = "belongs to no published shard; if its shard is begun the next run replaces it"
             strays.append(Problem(name, reason))

@@ -349,8 +349,7 @@ class Supervisor:
             worker.progress = Progress(phase="loading")
             self._start(worker)
         else:
-            worker.give_up(how)
-            self._say(f"{worker.name} died of {how}, {worker.how_often}: given up")
+            self._say(worker.give_up(how))
 
     def _on_error(self, name: str, error: WorkerError) -> None:
         if error["exit_code"] != JobInterrupted.exit_code:

@@ -157,15 +157,17 @@ class Record:
             return f"{self.num_unexplained} times in this run"
         return f"{self.num_deaths} times without an image"
 
-    def give_up(self, how: str) -> None:
-        """After a death too many."""
+    def give_up(self, how: str) -> str:
+        """After a death too many; returns its error's message."""
         self.is_given_up = True
+        message = f"{self.name} died of {how}, {self.how_often}: given up"
         self.error = WorkerError(
             kind="JobError",
             exit_code=JobError.exit_code,
-            message=f"{self.name} died of {how}, {self.how_often}: given up",
+            message=message,
             hint="what is finished is kept, the same command goes on",
         )
+        return message
 
 
 RecordT = TypeVar("RecordT", bound=Record)

@@ -16,6 +16,7 @@ from offline_diffusion.config import make_job_config
 from offline_diffusion.errors import BackendError, OffdiffError
 from offline_diffusion.launch.outcome import error_of
 from offline_diffusion.progress import Progress, StopFlag
+from offline_diffusion.pulse import hung_line
 from offline_diffusion.time_limit import REASON
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class _Reporter:
 
     def end_process(self, seconds: float) -> None:
         """Of an engine that hangs: the driver finds the task lost, and submits it again."""
-        self.lines.append(f"no step has ended for {seconds / 60:.0f} min: it is killed")
+        self.lines.append(hung_line(seconds, "it is killed"))
         time.sleep(3 * POLL_S)  # for the board to hear of it
         os.kill(os.getpid(), signal.SIGKILL)
 

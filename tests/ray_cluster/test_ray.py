@@ -138,7 +138,7 @@ def test_the_driver_prepares_nothing_itself(
         raise AssertionError("in the driver's process")
 
     monkeypatch.setattr("offline_diffusion.job.prepare_job", refuse)
-    monkeypatch.setattr("offline_diffusion.identity.job_identity", refuse)
+    monkeypatch.setattr("offline_diffusion.preparation.job_identity", refuse)
     assert run(write_jsonl(tmp_path / "m.jsonl", make_rows(10)), tmp_path / "out", steps=2).num_ok == 10
 
 
