@@ -40,16 +40,19 @@ OPTIONS = {"shard_size": 10, "max_num_seqs": 4, "height": 32, "width": 32, "devi
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": _environment()}
-    )
+    environment = {"env_vars": _environment(), "worker_process_setup_hook": "slow_worker.slow_down"}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     yield
     ray.shutdown()
 
 
 def _environment() -> dict[str, str]:
-    names = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    return {name: os.environ[name] for name in names if name in os.environ}
+    """Of a worker, which finds `slow_worker` too."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {name: os.environ[name] for name in names if name in os.environ} | {
+        "PYTHONPATH": os.pathsep.join(paths)
+    }
 
 
 def heartbeats(out: Path) -> list[dict[str, Any]]:
@@ -84,13 +87,13 @@ def test_a_killed_worker_costs_nothing(cluster: None, tmp_path: Path) -> None:
 
     thread = threading.Thread(target=kill_one, daemon=True)
     thread.start()
-    summary = run(manifest, out, steps=200)
+    summary = run(manifest, out, steps=100)
     thread.join(5)
     assert killed, "the job was over before a worker could be killed"
     assert (summary.num_ok, summary.num_images, summary.interrupted) == (60, 60, False)
     report = verify(out)
     assert (report.num_problems, report.pending, report.num_images) == (0, [], 60)
-    Runner().run(manifest, tmp_path / "whole", **OPTIONS, num_inference_steps=200)
+    Runner().run(manifest, tmp_path / "whole", **OPTIONS, num_inference_steps=100)
     for ours, theirs in zip(contents(out), contents(tmp_path / "whole"), strict=True):
         assert ours == theirs
 
@@ -106,11 +109,11 @@ def test_a_stop_ends_all_workers_and_the_job_goes_on(cluster: None, tmp_path: Pa
 
     thread = threading.Thread(target=stop_when_drawing, daemon=True)
     thread.start()
-    assert run(manifest, out, steps=150, stop=stop).interrupted
+    assert run(manifest, out, steps=100, stop=stop).interrupted
     thread.join(5)
     assert all(beat["state"] != "running" for beat in heartbeats(out))
     assert 0 < sum(beat["num_ok"] for beat in heartbeats(out)) < 40
-    assert not run(manifest, out, steps=150).interrupted
+    assert not run(manifest, out, steps=100).interrupted
     assert (verify(out).num_problems, verify(out).num_images) == (0, 40)
 
 
