@@ -1,4 +1,4 @@
-"""A million rows: time and memory of the commands that read them all, printed and bounded.
+"""Half a million rows: time and memory of the commands that read them all, printed and bounded.
 
 Bounds of time are thrice or more what two shared cores took; they catch what grows faster than the rows.
 Bounds of memory leave about 100 bytes a row: a command that keeps a thing of each row needs more.
@@ -22,16 +22,16 @@ from offline_diffusion.data.verify import verify_shards
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NUM_ROWS = 1_000_000
+NUM_ROWS = 500_000
 SHARD_SIZE = 500
 NUM_SHARDS = NUM_ROWS // SHARD_SIZE
 
-MAX_READ_BYTES, MAX_STATUS_BYTES = 350_000_000, 200_000_000
-MAX_RUN_BYTES = 450_000_000
+MAX_READ_BYTES, MAX_STATUS_BYTES = 300_000_000, 175_000_000
+MAX_RUN_BYTES = 400_000_000
 """A run asks torch for its version, which alone takes 190 MB."""
 
-MAX_READ_S, MAX_FAULTS_S = 100.0, 120.0
-MAX_RESUME_S, MAX_RESUME_COMMAND_S, MAX_ADOPT_S, MAX_STATUS_S = 2.0, 15.0, 105.0, 5.0
+MAX_READ_S, MAX_FAULTS_S = 50.0, 60.0
+MAX_RESUME_S, MAX_RESUME_COMMAND_S, MAX_ADOPT_S, MAX_STATUS_S = 2.0, 15.0, 55.0, 5.0
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def parquet(jsonl: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("kind", "command"), [("jsonl", "plan"), ("one", "validate"), ("many", "plan")])
-def test_reading_a_million_rows(
+def test_reading_many_rows(
     tiny_model: Path, jsonl: Path, parquet: dict[str, Path], tmp_path: Path, command: str, kind: str
 ) -> None:
     manifest = jsonl if kind == "jsonl" else parquet[kind]
@@ -59,12 +59,14 @@ def test_reading_a_million_rows(
     print(f"{command} {manifest.name}: {cost.seconds:.1f} s, {cost.peak_bytes / 1e6:.0f} MB")
     said = (tmp_path / "out.txt").read_text(encoding="utf-8")
     assert cost.code == 0, said[-2000:]
-    assert ("1,000,000 rows, 1,000,000 images: no faults" if command == "validate" else "1,000,000") in said
+    assert (
+        f"{NUM_ROWS:,} rows, {NUM_ROWS:,} images: no faults" if command == "validate" else f"{NUM_ROWS:,}"
+    ) in said
     assert cost.seconds < MAX_READ_S
     assert cost.peak_bytes < MAX_READ_BYTES
 
 
-def test_a_million_faults(tmp_path: Path) -> None:
+def test_as_many_faults_as_rows(tmp_path: Path) -> None:
     """Every row has the same id: as many faults as rows, each told."""
     manifest = tmp_path / "m.jsonl"
     manifest.write_text('{"id": "same", "prompt": "a red cup"}\n' * NUM_ROWS, encoding="utf-8")
@@ -120,11 +122,13 @@ def test_starting_and_resuming(tiny_model: Path, jsonl: Path, tmp_path: Path) ->
     assert cost.code == 0
     assert cost.seconds < MAX_RESUME_COMMAND_S
     assert cost.peak_bytes < MAX_RUN_BYTES
-    assert "done: 1,000,000 of 1,000,000 images" in (tmp_path / "out.txt").read_text(encoding="utf-8")
+    assert f"done: {NUM_ROWS:,} of {NUM_ROWS:,} images" in (tmp_path / "out.txt").read_text(encoding="utf-8")
 
     cost = measure("status", out, stdout=tmp_path / "out.txt")
     print(f"status: {cost.seconds:.2f} s, {cost.peak_bytes / 1e6:.0f} MB")
-    assert "2,000 of 2,000 shards done" in (tmp_path / "out.txt").read_text(encoding="utf-8")
+    assert f"{NUM_SHARDS:,} of {NUM_SHARDS:,} shards done" in (tmp_path / "out.txt").read_text(
+        encoding="utf-8"
+    )
     assert cost.seconds < MAX_STATUS_S
     assert cost.peak_bytes < MAX_STATUS_BYTES
 
