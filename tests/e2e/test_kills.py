@@ -21,7 +21,7 @@ from offline_diffusion.data.verify import verify_shards
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 20
-NUM_KILLS = 4
+NUM_KILLS = 6
 OPTIONS = {"shard_size": 7, "max_num_seqs": 4}
 FLAGS = ("--shard-size=7", "--max-num-seqs=4")
 

@@ -19,7 +19,7 @@ from fuzzing import FORMATS, SUFFIXES, TOKENS, Outcomes, mutated, samples
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-NUM_MUTATED, NUM_BUILT = 8_000, 2_000
+NUM_MUTATED, NUM_BUILT = 8_000, 4_000
 NUM_SMOKE = 150
 MAX_BYTES_A_CASE = 1_500
 """What memory may grow by from case to case, over thousands: what is kept of each would be more."""
