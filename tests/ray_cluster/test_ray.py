@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +35,41 @@ pytestmark = [
 ]
 
 ALONE = {"RAY_ADDRESS": "local"}
+
+PAUSE_S = 0.02
+"""After each step: so a job outlasts the time until a sign of life is seen, however fast the machine is."""
+
 OPTIONS = {"shard_size": 10, "max_num_seqs": 4, "height": 32, "width": 32, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    environment = {"env_vars": _environment(), "worker_process_setup_hook": "slow_worker.slow_down"}
+    environment = {"env_vars": _environment(), "worker_process_setup_hook": _hook()}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     yield
     ray.shutdown()
 
 
 def _environment() -> dict[str, str]:
-    """Of a worker, which finds `slow_worker` too."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {name: os.environ[name] for name in names if name in os.environ} | {
-        "PYTHONPATH": os.pathsep.join(paths)
-    }
+    names = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _hook() -> Callable[[], None]:
+    """What each worker process does first; a function in a function travels to it as it is."""
+
+    def slow_down() -> None:
+        from offline_diffusion.engine.engine import Engine
+
+        count_step = Engine._count_step
+
+        def count_step_slowly(self: Engine, *args: Any) -> None:
+            count_step(self, *args)
+            time.sleep(PAUSE_S)
+
+        Engine._count_step = count_step_slowly  # type: ignore[method-assign]
+
+    return slow_down
 
 
 def heartbeats(out: Path) -> list[dict[str, Any]]:
