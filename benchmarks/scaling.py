@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from job_watch import Sitting, file_name
 
-METRICS = ["row", "image_index", "status", "task", "worker", "device_s", "finished_at"]
+METRICS = ["row", "image_index", "status", "task", "worker", "device_s", "peak_memory_bytes", "finished_at"]
 IMAGES = ["row", "image_index", "id", "prompt", "seed", "width", "height", "sha256"]
 
 Row = dict[str, Any]
@@ -115,6 +115,7 @@ def _device_figures(
         "outside_steps_share": 1 - busy_s / drawing_s,
         "idle_share": 1 - means[0] if means else None,
         "sm_mhz": means[1] if means else None,
+        "peak_memory_gib": max((row["peak_memory_bytes"] or 0 for row in rows), default=0) / 2**30,
         "last_image_before_end_s": end - max((row["finished_at"] for row in rows), default=end),
     }
 
