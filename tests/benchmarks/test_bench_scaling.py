@@ -215,14 +215,14 @@ def bench(work: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, record and everything said."""
     command = [sys.executable, str(SCRIPT), "--work", str(work), "--tiny", "--budget", "1024", *arguments]
     command += ["--images", "32", "--killed-images", "48"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=400)
     lines = done.stdout.splitlines()
     record = json.loads(lines[-1]) if done.returncode in (0, 1, 75) else {}
     return done.returncode, record, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_rehearsal_finds_a_kill_equal_pixels_and_adds_sittings_up(tmp_path: Path) -> None:
     code, record, said = bench(
         tmp_path / "w", "--jobs", "killed", "many", "--output", str(tmp_path / "r.json")
