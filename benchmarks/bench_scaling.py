@@ -39,13 +39,11 @@ STOP_S = 25.0
 
 MODEL_BYTES = 58_000_000_000
 DATASET_BYTES = 4_000_000_000
-TARGET = 1.95
-MIN_JOB_S = 300.0
 
 TINY: dict[str, Any] = {
     "devices": "cpu,cpu",
-    "images": 48,
-    "killed_images": 64,
+    "images": 64,
+    "killed_images": 48,
     "steps": 20,
     "budget": 2048,
     "kill_after": 1.0,
@@ -99,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    print_summary(record)
+    scaling.print_summary(record)
     print(json.dumps(record, allow_nan=False))
     if left:
         print(f"not done: {', '.join(left)}; the same command goes on", file=sys.stderr)
@@ -278,7 +276,7 @@ class Work:
             compared["pixels"] = self._pixels("many", "one", is_part=False)
         if {"one", "killed"} <= jobs.keys() and self._count("killed") <= self._count("one"):
             compared["pixels_killed"] = self._pixels("killed", "one", is_part=True)
-        return {**compared, "problems": problems(jobs, compared)}
+        return {**compared, "problems": scaling.problems(jobs, compared)}
 
     def _pixels(self, name: str, other: str, *, is_part: bool) -> scaling.Figures:
         ours, theirs = (
@@ -369,22 +367,6 @@ def verify(out: Path) -> int:
     ).returncode
 
 
-def problems(jobs: dict[str, Any], compared: dict[str, Any]) -> list[str]:
-    """What is not as it should be, but for speed."""
-    found = [f"{name}: lost, failed or twice" for name, job in jobs.items() if not job["each_image_once"]]
-    found += [f"{name}: `offdiff verify` finds it broken" for name in jobs if jobs[name]["verify_exit_code"]]
-    found += [
-        f"{name}: {values['num_differing']} images differ from one device's"
-        for name, values in compared.items()
-        if name.startswith("pixels") and not values["equal"]
-    ]
-    if "killed" in jobs and not jobs["killed"]["killed"]:
-        found.append("killed: no worker was killed, the job was too short")
-    elif "killed" in jobs and not jobs["killed"]["restarts"]:
-        found.append("killed: nobody noticed")
-    return found
-
-
 def num_cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -397,33 +379,6 @@ def device_names(devices: Sequence[str]) -> list[str]:
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     names = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
     return [names[int(device.removeprefix("cuda:"))] for device in devices]
-
-
-def print_summary(record: dict[str, Any]) -> None:
-    """For people."""
-    print(f"\n{record['num_cores']} cores, {', '.join(record['hardware'])}; ceiling: 1 × a device")
-    for name, job in record["jobs"].items():
-        print(
-            f"{name:<7}{job['num_images']:>5} images in {job['drawing_s']:.1f} s: "
-            f"{job['images_per_s']:.3f} images/s; wall {job['wall_s']:.0f} s; first image after "
-            f"{job['first_image_s']:.0f} s; host CPU {job['host_cpu_share']:.1%}; "
-            f"{job['num_sittings']} sittings"
-        )
-        for each in job["devices"]:
-            idle = "not told" if each["idle_share"] is None else f"{each['idle_share']:.1%}"
-            print(
-                f"       {each['device']}: {each['num_images']} images, idle {idle}, outside steps "
-                f"{each['outside_steps_share']:.1%}, last image {each['last_image_before_end_s']:.1f} s early"
-            )
-    for name in ("scaling", "pixels", "pixels_killed"):
-        if name in record:
-            print(f"{name}: {json.dumps(record[name])}")
-    if "scaling" in record and not record["settings"]["tiny"]:
-        reached, long = record["scaling"]["scaling"], record["jobs"]["many"]["drawing_s"]
-        verdict = "reached" if reached >= TARGET and long >= MIN_JOB_S else "missed"
-        print(f"target {TARGET} × on a job of {MIN_JOB_S:.0f} s: {verdict}: {reached:.3f} ×, {long:.0f} s")
-    for problem in record["problems"]:
-        print(f"problem: {problem}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from job_watch import Sitting, file_name
 
 METRICS = ["row", "image_index", "status", "task", "worker", "device_s", "peak_memory_bytes", "finished_at"]
 IMAGES = ["row", "image_index", "id", "prompt", "seed", "width", "height", "sha256"]
+
+TARGET = 1.95
+MIN_JOB_S = 300.0
 
 Row = dict[str, Any]
 Figures = dict[str, Any]
@@ -205,3 +209,46 @@ def kill_figures(sittings: Sequence[Figures], metrics: Sequence[Row]) -> Figures
         ),
         "num_images_by_its_next_life": sum(name in names for name, _ in worker_of),
     }
+
+
+def problems(jobs: dict[str, Any], compared: dict[str, Any]) -> list[str]:
+    """What is not as it should be, but for speed."""
+    found = [f"{name}: lost, failed or twice" for name, job in jobs.items() if not job["each_image_once"]]
+    found += [f"{name}: `offdiff verify` finds it broken" for name in jobs if jobs[name]["verify_exit_code"]]
+    found += [
+        f"{name}: {values['num_differing']} images differ from one device's"
+        for name, values in compared.items()
+        if name.startswith("pixels") and not values["equal"]
+    ]
+    if "killed" in jobs and not jobs["killed"]["killed"]:
+        found.append("killed: no worker was killed, the job was too short")
+    elif "killed" in jobs and not jobs["killed"]["restarts"]:
+        found.append("killed: nobody noticed")
+    return found
+
+
+def print_summary(record: dict[str, Any]) -> None:
+    """For people."""
+    print(f"\n{record['num_cores']} cores, {', '.join(record['hardware'])}; ceiling: 1 × a device")
+    for name, job in record["jobs"].items():
+        print(
+            f"{name:<7}{job['num_images']:>5} images in {job['drawing_s']:.1f} s: "
+            f"{job['images_per_s']:.3f} images/s; wall {job['wall_s']:.0f} s; first image after "
+            f"{job['first_image_s']:.0f} s; host CPU {job['host_cpu_share']:.1%}; "
+            f"{job['num_sittings']} sittings"
+        )
+        for each in job["devices"]:
+            idle = "not told" if each["idle_share"] is None else f"{each['idle_share']:.1%}"
+            print(
+                f"       {each['device']}: {each['num_images']} images, idle {idle}, outside steps "
+                f"{each['outside_steps_share']:.1%}, last image {each['last_image_before_end_s']:.1f} s early"
+            )
+    for name in ("scaling", "pixels", "pixels_killed"):
+        if name in record:
+            print(f"{name}: {json.dumps(record[name])}")
+    if "scaling" in record and not record["settings"]["tiny"]:
+        reached, long = record["scaling"]["scaling"], record["jobs"]["many"]["drawing_s"]
+        verdict = "reached" if reached >= TARGET and long >= MIN_JOB_S else "missed"
+        print(f"target {TARGET} × on a job of {MIN_JOB_S:.0f} s: {verdict}: {reached:.3f} ×, {long:.0f} s")
+    for problem in record["problems"]:
+        print(f"problem: {problem}")

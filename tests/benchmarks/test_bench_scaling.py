@@ -12,7 +12,7 @@ import bench_scaling
 import pyarrow.parquet as pq
 import pytest
 import scaling
-from bench_scaling import BenchError, check_settings, check_space, manifest_rows, problems
+from bench_scaling import BenchError, check_settings, check_space, manifest_rows
 from job_watch import Samples, Sitting, cpu_of_tree, file_name, pid_of
 from records import ROOT
 
@@ -180,9 +180,9 @@ def test_a_worker_is_found_by_its_name() -> None:
 def test_problems_are_told() -> None:
     fine = {"each_image_once": True, "verify_exit_code": 0}
     killed = {**fine, "killed": True, "restarts": ["x"]}
-    assert problems({"one": fine, "killed": killed}, {"pixels": {"equal": True}}) == []
+    assert scaling.problems({"one": fine, "killed": killed}, {"pixels": {"equal": True}}) == []
     bad = {"one": {"each_image_once": False, "verify_exit_code": 1}, "killed": {**killed, "restarts": []}}
-    found = problems(bad, {"pixels": {"equal": False, "num_differing": 3}})
+    found = scaling.problems(bad, {"pixels": {"equal": False, "num_differing": 3}})
     assert [line.split(":")[0] for line in found] == ["one", "one", "pixels", "killed"]
 
 
@@ -214,7 +214,7 @@ def test_a_full_disk_is_told_before_anything_is_built(tmp_path: Path) -> None:
 def bench(work: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, record and everything said."""
     command = [sys.executable, str(SCRIPT), "--work", str(work), "--tiny", "--budget", "1024", *arguments]
-    command += ["--images", "32", "--killed-images", "48"]
+    command += ["--images", "48", "--killed-images", "48"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=400)
     lines = done.stdout.splitlines()
     record = json.loads(lines[-1]) if done.returncode in (0, 1, 75) else {}
@@ -249,10 +249,11 @@ def test_the_rehearsal_finds_a_kill_equal_pixels_and_adds_sittings_up(tmp_path: 
     one = record["jobs"]["one"]
     assert one["num_sittings"] == len(one["sittings"]) > 1
     assert one["drawing_s"] == pytest.approx(sum(each["drawing_s"] for each in one["sittings"]))
-    assert one["images_per_s"] == pytest.approx(32 / one["drawing_s"])
+    assert one["images_per_s"] == pytest.approx(48 / one["drawing_s"])
     assert record["complete"]
     assert record["pixels"]["equal"]
-    assert record["pixels"]["num_compared"] == 32
+    assert record["pixels_killed"]["equal"]
+    assert record["pixels"]["num_compared"] == 48
     assert record["scaling"]["scaling"] == pytest.approx(
         record["jobs"]["many"]["images_per_s"] / one["images_per_s"]
     )
