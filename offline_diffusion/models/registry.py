@@ -114,6 +114,15 @@ def _flux(read: ConfigReader) -> Capabilities:
     )
 
 
+SKIP_LAYER_COLUMNS = (
+    "skip_guidance_layers",
+    "skip_layer_guidance_scale",
+    "skip_layer_guidance_start",
+    "skip_layer_guidance_stop",
+)
+"""A third forward in some of the steps, by diffusers' names."""
+
+
 def _sd3(read: ConfigReader) -> Capabilities:
     transformer, clip = read("transformer/config.json"), read("text_encoder/config.json")
     hidden = transformer.get("num_attention_heads", 18) * transformer.get("attention_head_dim", 64)
@@ -140,6 +149,7 @@ def _sd3(read: ConfigReader) -> Capabilities:
         num_layers=num_layers,
         hidden_size=hidden,
         num_image_layers=num_dual,
+        refused_columns=dict.fromkeys(SKIP_LAYER_COLUMNS, "skip-layer guidance"),
         num_parameters=(36 * num_layers + 7 * num_dual) * hidden**2,
     )
 
