@@ -161,8 +161,8 @@ class Case:
     slow: bool = False
     scales: Sequence[str] = field(default=("true_cfg_scale", "guidance_scale"))
 
-    def load(self, folder: Path) -> Any:
-        pipeline = getattr(diffusers, self.pipeline).from_pretrained(folder)
+    def load(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+        pipeline = getattr(diffusers, self.pipeline).from_pretrained(folder, dtype=dtype)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
