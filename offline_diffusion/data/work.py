@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, fit_size
+from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, fit_size, given_scales
 from offline_diffusion.models.capabilities import Capabilities
 
 UTF8_BYTES_PER_TOKEN = 4.0
@@ -68,22 +68,26 @@ class WorkMeter:
         size = self._size(params.height, params.width)
         if size.fault is not None:
             return size.fault
+        if (refused := capabilities.check_columns(row.carried)) is not None:
+            return refused[1]
         if params.lora is not None and not capabilities.supports_lora:
             return f"lora is not supported for model family {capabilities.family!r}"
         default_steps = self._defaults.num_inference_steps or capabilities.default_num_inference_steps
         num_steps = params.num_inference_steps or default_steps
         prompts, guidance_is_off = self._prompts_of_branches(row)
-        text_tokens = [min(estimate_text_tokens(text), capabilities.max_prompt_tokens) for text in prompts]
-        flops = sum(capabilities.forward_flops(size.image_tokens + text) for text in text_tokens)
+        text_tokens = [capabilities.num_text_tokens(estimate_text_tokens(text)) for text in prompts]
+        image = size.image_tokens
+        flops = sum(capabilities.forward_flops(image + text, image) for text in text_tokens)
         num_images = params.num_images_per_prompt
         flops *= num_steps * num_images
         return Work(size, prompts, text_tokens, num_steps, num_images, flops, guidance_is_off)
 
     def _prompts_of_branches(self, row: ManifestRow) -> tuple[list[str], bool]:
         params, defaults = row.params, self._defaults
-        negative = defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt
-        asked = defaults.true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale
-        scale = self._capabilities.default_true_cfg_scale if asked is None else asked
+        scale, _, negative = self._capabilities.resolve_guidance(
+            *given_scales(params, defaults, self._capabilities),
+            defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt,
+        )
         if scale > 1 and negative is not None:
             return [row.prompt, negative], False
         return [row.prompt], scale > 1

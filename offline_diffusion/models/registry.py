@@ -9,23 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from offline_diffusion.config import DEFAULT_MODEL
 from offline_diffusion.errors import ModelError, UnsupportedModelError, did_you_mean
 from offline_diffusion.models.capabilities import BatchKind, Capabilities
+from offline_diffusion.models.configs import (
+    ConfigReader,
+    flux_capabilities,
+    qwen_image_capabilities,
+    sd3_capabilities,
+)
 from offline_diffusion.request import SamplingParams
 
 CONTENT_SUFFIXES = (".json", ".safetensors", ".txt", ".jinja", ".model")
 WHOLE_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 16 * 2**20, 65_536, 64
 """Files up to the first are read whole, of larger ones so many samples of so many bytes: a checkpoint of
 60 GB is told from another in a fraction of a second."""
-
-ConfigReader = Callable[[str], dict[str, Any]]
-"""Reads one JSON file of a checkpoint by its path inside it."""
 
 LIBRARIES = ("diffusers", "transformers")
 """Where the parts of a pipeline may come from."""
@@ -45,6 +48,7 @@ class Family:
         capabilities: Makes a checkpoint's capabilities from its configs.
         batch_kind: How requests share a step.
         example: A checkpoint's hub id.
+        named_defaults: Defaults of checkpoints whose name contains a word, where no config tells them apart.
     """
 
     name: str
@@ -54,24 +58,17 @@ class Family:
     capabilities: Callable[[ConfigReader], Capabilities]
     batch_kind: BatchKind
     example: str
+    named_defaults: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
-
-def _qwen_image(read: ConfigReader) -> Capabilities:
-    transformer, vae = read("transformer/config.json"), read("vae/config.json")
-    patch_pixels = 2 ** len(vae.get("temperal_downsample", (0, 0, 0))) * 2
-    hidden = transformer.get("num_attention_heads", 24) * transformer.get("attention_head_dim", 128)
-    return Capabilities(
-        family="qwen_image",
-        pipeline="QwenImagePipeline",
-        default_height=64 * patch_pixels,
-        default_width=64 * patch_pixels,
-        size_multiple=patch_pixels,
-        # positions: images from -n/2 to n/2, text after n/2, both in one table of 4096
-        max_size=2 * (4096 - 512) * patch_pixels,
-        patch_pixels=patch_pixels,
-        num_layers=transformer.get("num_layers", 60),
-        hidden_size=hidden,
-    )
+    def defaults_of(self, source: str) -> dict[str, float]:
+        """What ``named_defaults`` say of the checkpoint at ``source``, a folder or a hub id."""
+        name = Path(source).name.lower()
+        return {
+            key: value
+            for word, own in self.named_defaults.items()
+            if word in name
+            for key, value in own.items()
+        }
 
 
 FAMILIES = (
@@ -80,9 +77,28 @@ FAMILIES = (
         pipeline="QwenImagePipeline",
         module="offline_diffusion.models.qwen_image",
         class_name="QwenImage",
-        capabilities=_qwen_image,
+        capabilities=qwen_image_capabilities,
         batch_kind=BatchKind.PACKED,
         example="Qwen/Qwen-Image",
+    ),
+    Family(
+        name="flux",
+        pipeline="FluxPipeline",
+        module="offline_diffusion.models.flux",
+        class_name="Flux",
+        capabilities=flux_capabilities,
+        batch_kind=BatchKind.PACKED,
+        example="black-forest-labs/FLUX.1-dev",
+    ),
+    Family(
+        name="sd3",
+        pipeline="StableDiffusion3Pipeline",
+        module="offline_diffusion.models.sd3",
+        class_name="StableDiffusion3",
+        capabilities=sd3_capabilities,
+        batch_kind=BatchKind.PACKED,
+        example="stabilityai/stable-diffusion-3.5-large",
+        named_defaults={"turbo": {"num_inference_steps": 4, "true_cfg_scale": 0.0, "guidance_scale": 0.0}},
     ),
 )
 
@@ -118,17 +134,20 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     index = read("model_index.json")
     family = _family_of(str(index.get("_class_name")), model)
     _check_libraries(index, model)
-    capabilities = family.capabilities(read)
-    overrides = _optional(read, DEFAULTS_FILE)
-    capabilities = capabilities.with_defaults(_checked_defaults(overrides, model))
+    try:
+        capabilities = family.capabilities(read)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{model}: its configuration files make no sense: {error}") from None
+    overrides = family.defaults_of(model) | _checked_defaults(_optional(read, DEFAULTS_FILE), model)
+    capabilities = capabilities.with_defaults(overrides)
     content = _folder_content(Path(source)) if is_folder else _hub_commit(source, revision)
     identity = {"model": model, "revision": revision, "pipeline": family.pipeline, "content": content}
     return Checkpoint(source, revision, family, capabilities, identity)
 
 
 def _checked_defaults(overrides: dict[str, Any], model: str) -> dict[str, Any]:
-    names = ("height", "width", "num_inference_steps", "true_cfg_scale")
-    defaults: dict[str, Any] = {name: overrides.get(name) for name in names}
+    names = ("height", "width", "num_inference_steps", "true_cfg_scale", "guidance_scale")
+    defaults: dict[str, Any] = {name: overrides[name] for name in names if overrides.get(name) is not None}
     try:
         SamplingParams(**defaults)
     except ValueError as error:
