@@ -6,6 +6,7 @@
     ├── UsageError                exit 2: an option, a job file or an argument is wrong
     │   └── ConfigError           an option's or a job file's value
     ├── ManifestError             exit 1: a fault of a whole file (a faulty row is data: ``RowFault``)
+    ├── TraceError                exit 1: a trace of traffic cannot be replayed
     ├── ModelError                exit 1: a checkpoint cannot be loaded
     │   └── UnsupportedModelError the checkpoint's config turns on what this version lacks
     ├── BackendError              exit 1: an attention or quantization backend does not work here
@@ -56,6 +57,10 @@ class ConfigError(UsageError):
 
 class ManifestError(OffdiffError):
     """A manifest file as a whole cannot be used."""
+
+
+class TraceError(OffdiffError):
+    """A trace of traffic cannot be replayed."""
 
 
 class ModelError(OffdiffError):
