@@ -230,10 +230,8 @@ class Engine:
         return True
 
     def _count_step(self, running: Sequence[RequestState], num_seqs: int) -> None:
-        self.stats.num_steps += 1
-        self.stats.num_step_tokens += sum(state.num_tokens for state in running)
-        self.stats.num_step_seqs += num_seqs
-        self.stats.budget_tokens += self.scheduler.max_num_batched_tokens
+        num_tokens = sum(state.num_tokens for state in running)
+        self.stats.count_step(len(running), num_seqs, num_tokens, self.scheduler.max_num_batched_tokens)
         for state in running:
             state.metrics.steps_run += 1
             state.sum_batch_seqs += num_seqs
