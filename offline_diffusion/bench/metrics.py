@@ -51,11 +51,11 @@ def summarize(replayed: Replayed, *, slo_scale: float = DEFAULT_SLO_SCALE) -> Nu
         "num_steps": num_steps,
         "mean_batch_images": _ratio(sum(span.num_images for span in spans), num_steps),
         "step_fill": _ratio(sum(s.num_tokens for s in spans), sum(s.budget_tokens for s in spans)),
-        "device_busy_share": _ratio(replayed.device_s, duration),
+        "device_busy_share": _ratio(replayed.device_s, duration * replayed.num_devices),
         "energy_j": energy,
         "energy_j_per_image": None if energy is None else _ratio(energy, num_images),
         "stopped": replayed.stopped,
-        "over_time": over_time(spans, duration),
+        "over_time": over_time(spans, duration, replayed.num_devices),
     }
 
 
@@ -89,17 +89,12 @@ def slo_unit_ms(warm_ups: Iterable[RequestRecord]) -> float | None:
     return statistics.median(units) if units else None
 
 
-def promise_slos(records: Iterable[RequestRecord], unit_ms: float | None, scale: float) -> None:
-    """Gives records without an SLO ``scale`` times the latency that is expected of their pixels and steps."""
-    for record in records:
-        if record.slo_ms is None and unit_ms is not None:
-            record.slo_ms = unit_ms * record.work_units * scale
-
-
-def over_time(spans: Sequence[StepSpan], duration: float, max_bins: int = MAX_BINS) -> list[Numbers]:
+def over_time(
+    spans: Sequence[StepSpan], duration: float, num_devices: int = 1, max_bins: int = MAX_BINS
+) -> list[Numbers]:
     """Steps by their time, in equal bins: images of a step, fill, images waiting, share of busy time.
 
-    Fill and images are means over the steps of a bin, by time; None in a bin without one.
+    All but the last are means over the steps of a bin, by time; None in a bin without one.
     """
     if not spans or duration <= 0:
         return []
@@ -119,7 +114,7 @@ def over_time(spans: Sequence[StepSpan], duration: float, max_bins: int = MAX_BI
             "batch_images": _ratio(images, seconds),
             "step_fill": _ratio(fill, seconds),
             "waiting_images": _ratio(waiting, seconds),
-            "busy_share": min(1.0, seconds / width),
+            "busy_share": min(1.0, seconds / (width * num_devices)),
         }
         for index, (seconds, images, fill, waiting) in enumerate(sums.T.tolist())
     ]

@@ -104,6 +104,7 @@ class Replayed:
         device_s: Of these the device was in denoise steps.
         energy_j: What the device took, in joules; None where it does not tell.
         stopped: Whether it was ended early; only what was finished is in ``records`` then.
+        num_devices: That shared the work; ``device_s`` is of all of them.
     """
 
     records: Sequence[RequestRecord]
@@ -112,3 +113,4 @@ class Replayed:
     device_s: float = 0.0
     energy_j: float | None = None
     stopped: bool = False
+    num_devices: int = 1

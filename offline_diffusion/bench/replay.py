@@ -22,6 +22,9 @@ MAX_QUEUED = 256
 """Images that wait in the engine, as many as a policy looks at; the others wait before it."""
 
 
+MAX_SLEEP_S = 0.2
+
+
 class Clock(Protocol):
     """Time in seconds, real or simulated."""
 
@@ -31,7 +34,7 @@ class Clock(Protocol):
     def __call__(self) -> float: ...
 
     def wait_until(self, then: float) -> None:
-        """Returns at ``then``, on this clock."""
+        """Returns at ``then`` on this clock, or some time before."""
 
 
 class WallClock:
@@ -44,8 +47,8 @@ class WallClock:
         return time.perf_counter()
 
     def wait_until(self, then: float) -> None:
-        """Sleeps."""
-        time.sleep(max(0.0, then - self()))
+        """Sleeps, not for long: someone may want to stop."""
+        time.sleep(min(MAX_SLEEP_S, max(0.0, then - self())))
 
 
 class ReplayEngine(Protocol):

@@ -6,7 +6,6 @@ import pytest
 
 from offline_diffusion.bench.metrics import (
     over_time,
-    promise_slos,
     slo_attainment,
     slo_unit_ms,
     summarize,
@@ -69,15 +68,12 @@ def test_goodput_counts_what_kept_its_promise() -> None:
     assert slo_attainment([record(0, 1)]) is None
 
 
-def test_the_scaled_slo_grows_with_pixels_and_steps() -> None:
+def test_the_unit_of_the_scaled_slo_is_the_median_of_pixels_and_steps() -> None:
     # 512² px are 1024 units of 256 px; 2 steps in 4.096 s: 2 ms a unit and step.
     warm_up = record(0, 4.096, side=512, steps=2)
     assert slo_unit_ms([warm_up]) == pytest.approx(2.0)
     assert slo_unit_ms([warm_up, record(0, 40.96, steps=2), record(0, 0.0)]) == pytest.approx(11.0)
     assert slo_unit_ms([record(0, 1, error="nan")]) is None
-    asked = [record(0, 1, side=1024, steps=3), record(0, 1, side=8, steps=5), record(0, 1, slo_ms=7)]
-    promise_slos(asked, 2.0, 3.0)
-    assert [own.slo_ms for own in asked] == [2 * 4096 * 3 * 3, 2 * 1 * 5 * 3, 7]
 
 
 def test_sizes_are_told_apart_the_smallest_first() -> None:
