@@ -15,6 +15,9 @@ MAX_DOTS = 1500
 MAX_CURVE_POINTS = 200
 NUM_BARS = 48
 """Requests in the timeline: those around the one that came when most were at hand."""
+MAX_CLASSES = 8
+"""Size classes with a colour of their own; of more, the rarest are ``others``."""
+OTHERS = "others"
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --soft: #667085; --line: #e3e6ec; --paper: #fff; }
@@ -34,7 +37,9 @@ th { font-weight: 600; }
 .charts { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1rem 0; }
 svg { max-width: 100%; height: auto; }
 svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
-svg text.title { font-size: 12.5px; font-weight: 600; }
+figure { margin: 0; max-width: 100%; } figcaption { padding-left: 58px; font-size: 12.5px; max-width: 500px; }
+.key { color: var(--soft); margin-left: .7em; white-space: nowrap; }
+.key i { display: inline-block; width: .75em; height: .75em; border-radius: 2px; margin-right: .3em; }
 svg .tick { fill: var(--soft); } svg .end { text-anchor: end; } svg .mid { text-anchor: middle; }
 svg .grid { stroke: var(--line); } svg .axis { stroke: var(--soft); }
 """
@@ -90,9 +95,20 @@ def _series(runs: Sequence[Run]) -> list[tuple[str, list[RequestRecord]]]:
     """Of several runs each, of a single one each size class."""
     if len(runs) > 1:
         return [(run.name, _done(run)) for run in runs]
-    done = _done(runs[0])
-    names = list(runs[0].numbers["size_classes"])
-    return [(name, [record for record in done if record.size_class == name]) for name in names]
+    groups: dict[str, list[RequestRecord]] = {name: [] for name in _classes(runs[0])}
+    for record in _done(runs[0]):
+        groups[record.size_class if record.size_class in groups else OTHERS].append(record)
+    return list(groups.items())
+
+
+def _classes(run: Run) -> list[str]:
+    """The size classes that have a colour, the smallest first."""
+    classes = run.numbers["size_classes"]
+    if len(classes) <= MAX_CLASSES:
+        return list(classes)
+    by_count = sorted(classes, key=lambda name: classes[name]["completed_requests"], reverse=True)
+    kept = set(by_count[: MAX_CLASSES - 1])
+    return [*(name for name in classes if name in kept), OTHERS]
 
 
 def _curves(runs: Sequence[Run]) -> str:
@@ -168,7 +184,7 @@ def _over_time(run: Run) -> list[Chart]:
 def _timeline(run: Run) -> Chart:
     """Requests of a busy window: pale while they wait, then from their first step to their last image."""
     records = busiest(run.replayed.records)
-    classes = list(run.numbers["size_classes"])
+    classes = _classes(run)
     start = min((record.arrival for record in records), default=0.0)
     end = max((record.finished or 0.0 for record in records), default=1.0)
     chart = Chart(
@@ -183,7 +199,7 @@ def _timeline(run: Run) -> Chart:
         ticks=False,
     )
     for row, record in enumerate(records):
-        fill = colour(classes.index(record.size_class))
+        fill = colour(classes.index(record.size_class if record.size_class in classes else OTHERS))
         assert record.finished is not None
         began = record.finished if record.started is None else record.started
         text = f"{record.id}, {record.size_class}, {record.num_inference_steps} steps"

@@ -1,4 +1,4 @@
-"""Charts as SVG text, without a library and without script. Free of torch."""
+"""Charts as HTML figures with SVG in them, without a library and without script. Free of torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from html import escape
 COLOURS = ("#4269d0", "#e8833a", "#3ca951", "#c84ea0", "#6f5bbf", "#2a9d8f", "#b08900", "#d1495b")
 """Of series, in their order; after the last from the start again."""
 
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 26, 40
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 8, 40
 """Margins in pixels: for labels."""
 ROW_HEIGHT = 11
 
@@ -40,7 +40,7 @@ def short(value: float) -> str:
 
 @dataclass
 class Chart:
-    """A frame with axes, drawn into by its methods; ``str()`` is the SVG element.
+    """A frame with axes, drawn into by its methods; ``str()`` is a figure with title and legend.
 
     Args:
         title: Above it.
@@ -93,7 +93,7 @@ class Chart:
             left, top = self.x(start), self.y(value)
             self._parts.append(
                 f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(0.5, self.x(end) - left):.1f}" '
-                f'height="{max(0.0, base - top):.1f}" fill="{colour}" opacity="0.75"/>'
+                f'height="{max(0.0, base - top):.1f}" fill="{colour}" shape-rendering="crispEdges"/>'
             )
 
     def dots(self, points: Iterable[tuple[float, float, str]], colour: str) -> None:
@@ -114,15 +114,20 @@ class Chart:
         )
 
     def __str__(self) -> str:
-        body = "".join([self._axes(), *self._parts, self._keys()])
+        keys = "".join(
+            f'<span class="key"><i style="background:{fill}"></i>{escape(text)}</span>'
+            for text, fill in self._legend
+        )
         return (
-            f'<svg viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}" '
-            f'role="img" aria-label="{escape(self.title)}">{body}</svg>'
+            f"<figure><figcaption><b>{escape(self.title)}</b> {keys}</figcaption>"
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'width="{self.width}" height="{self.height}" role="img" aria-label="{escape(self.title)}">'
+            f"{self._axes()}{''.join(self._parts)}</svg></figure>"
         )
 
     def _axes(self) -> str:
         bottom, right = self.height - BOTTOM, self.width - RIGHT
-        parts = [f'<text x="{LEFT}" y="15" class="title">{escape(self.title)}</text>']
+        parts = []
         for tick in nice_ticks(0, self.y_max) if self.ticks else ():
             label = f"{tick:.0%}" if self.percent else short(tick)
             y = self.y(tick)
@@ -140,13 +145,4 @@ class Chart:
             f'<text transform="translate(13,{middle:.0f}) rotate(-90)" class="tick mid">'
             f"{escape(self.y_label)}</text>",
         ]
-        return "".join(parts)
-
-    def _keys(self) -> str:
-        """The legend, right-aligned on the title's line."""
-        parts, right = [], float(self.width - RIGHT)
-        for text, fill in reversed(self._legend):
-            right -= 6.2 * len(text) + 20
-            parts.append(f'<rect x="{right:.0f}" y="7" width="9" height="9" rx="2" fill="{fill}"/>')
-            parts.append(f'<text x="{right + 13:.0f}" y="15" class="tick">{escape(text)}</text>')
         return "".join(parts)

@@ -301,7 +301,8 @@ def _cost(
     # A sequence of S tokens takes a·S + b·S².
     square = (capabilities.forward_flops(2) - 2 * capabilities.forward_flops(1)) / 2
     token = capabilities.forward_flops(1) - square
-    basis = f"{rate / 1e12:g} TFLOP/s, {'as given' if tflops else 'assumed'}"
+    given = "as given" if tflops else "assumed: no run was measured"
+    basis = f"{rate / 1e12:g} TFLOP/s, {given}; a step costs nothing but its tokens"
     return CostModel(0.0, token / rate, square / rate), basis
 
 
