@@ -137,7 +137,7 @@ def _scan(config: JobConfig) -> Plan:
         shard_size=config.shard_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        look_ahead=LOOK_AHEAD if config.scheduling_policy == "pack" and config.step_execution else 1,
+        look_ahead=LOOK_AHEAD if config.scheduling_policy != "fifo" and config.step_execution else 1,
         shares=shares,
         image_format=config.image_format,
     )
@@ -218,7 +218,9 @@ def _summary(config: JobConfig, plan: Plan, estimate: Estimate, budget_basis: st
 
 
 def _simulated(config: JobConfig) -> str:
-    return "simulated" if config.step_execution else "simulated in step mode; waves take more"
+    if not config.step_execution:
+        return "simulated in step mode; waves take more"
+    return "simulated as packed; same_shape takes more" if config.batching == "same_shape" else "simulated"
 
 
 def _first(counts: dict[str, int]) -> list[tuple[str, int]]:

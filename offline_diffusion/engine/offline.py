@@ -48,6 +48,8 @@ class OfflineDiffusion:
         Returns:
             An iterator of outputs; image *k* of prompt *i* has ``request_id`` ``"i"`` or, where
             several images are asked for, ``"i-k"``. A failed request is an output, never an error.
+            With ``diffusion_streaming_output`` previews come between, as they are there: outputs that are
+            not ``finished``.
 
         Raises:
             ValueError: The counts of prompts and params differ, a prompt is no string or blank, or a
@@ -81,6 +83,9 @@ class OfflineDiffusion:
         due = iter(requests)
         expected = next(due, None)
         for output in self.engine.generate(requests):
+            if not output.finished:
+                yield output
+                continue
             early[output.request_id] = output
             while expected is not None and expected.request_id in early:
                 yield early.pop(expected.request_id)
