@@ -27,6 +27,7 @@ WITHOUT_TORCH = (
     "engine.scheduler",
     "engine.cost",
     "launch",
+    "bench",
     "cli",
 )
 

@@ -60,7 +60,7 @@ class RequestRecord:
     @property
     def queue(self) -> float:
         """Seconds from its arrival to its first step; its latency if it never had one."""
-        return self.latency if self.started is None else self.started - self.arrival
+        return self.latency if self.started is None else max(0.0, self.started - self.arrival)
 
     @property
     def met_slo(self) -> bool:

@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from offline_diffusion.bench.records import Replayed, RequestRecord, StepSpan
@@ -158,7 +158,7 @@ class Replay:
             if self._in_flight:
                 self._step()
             elif coming:
-                self.clock.wait_until(self._start + coming[0][0].arrival)
+                self.clock.wait_until(self._time_of(coming[0][0]))
         stopped = bool(coming or self._in_flight)
         if stopped:
             records = [record for record in records if record.finished is not None]
@@ -175,25 +175,36 @@ class Replay:
 
     def _admit(self, coming: deque[tuple[ReplayRequest, RequestRecord]]) -> None:
         """Takes in what has arrived, and hands the engine what it looks at."""
-        now = self._now()
-        while coming and self._may_come(coming[0][0], now):
+        while coming and self._may_come(coming[0][0]):
             request, record = coming.popleft()
             if self.closed_loop:
-                record.arrival = now
+                record.arrival = self._now()
             self._in_flight[request.images.row] = _InFlight(record, len(request.images))
             self._queued.extend(request.images)
-        while self._queued and self.engine.num_waiting < MAX_QUEUED:
-            image = self._queued.popleft()
-            self._added[image.request.request_id] = self._now()
-            self.engine.add_request(image.request)
+        self._hand_over()
         is_full = self.max_concurrency is not None and len(self._in_flight) >= self.max_concurrency
         is_timed = coming and not self.closed_loop and not is_full
-        self.clock.next_event = self._start + coming[0][0].arrival if is_timed else math.inf
+        self.clock.next_event = self._time_of(coming[0][0]) if is_timed else math.inf
 
-    def _may_come(self, request: ReplayRequest, now: float) -> bool:
+    def _hand_over(self) -> None:
+        """Gives the engine as many images as it looks at."""
+        while self._queued and self.engine.num_waiting < MAX_QUEUED:
+            image = self._queued.popleft()
+            drawn, added = image.request, self._now()
+            self._added[drawn.request_id] = added
+            record = self._in_flight[image.row].record
+            if record.slo_ms is not None:  # what is left of it: the engine counts from now on
+                drawn = replace(drawn, slo_ms=record.slo_ms - (added - record.arrival) * 1000)
+            self.engine.add_request(drawn)
+
+    def _may_come(self, request: ReplayRequest) -> bool:
         if self.max_concurrency is not None and len(self._in_flight) >= self.max_concurrency:
             return False
-        return self.closed_loop or request.arrival <= now
+        return self.closed_loop or self._time_of(request) <= self.clock()
+
+    def _time_of(self, request: ReplayRequest) -> float:
+        """Its arrival on the clock. What is waited for must be what is compared: floats round."""
+        return self._start + request.arrival
 
     def _step(self) -> None:
         start, before = self._now(), self._counts()
@@ -204,7 +215,8 @@ class Replay:
             num_waiting = self.engine.num_waiting + len(self._queued)
             self._spans.append(StepSpan(start, end, steps, images, tokens, budget, num_waiting))
         for output in outputs:
-            self._take(output, end)
+            if output.finished:  # else it is a preview
+                self._take(output, end)
 
     def _counts(self) -> tuple[int, int, int, int]:
         stats = self.engine.stats

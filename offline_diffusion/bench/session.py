@@ -13,11 +13,12 @@ from offline_diffusion.bench.metrics import DEFAULT_SLO_SCALE, slo_unit_ms, summ
 from offline_diffusion.bench.records import Replayed
 from offline_diffusion.bench.replay import Clock, Replay, ReplayEngine, ReplayRequest, WallClock
 from offline_diffusion.bench.report import Run
-from offline_diffusion.bench.simulate import SimulatedClock, SimulatedEngine, simulated_scheduler
+from offline_diffusion.bench.simulate import SimulatedClock, SimulatedEngine
 from offline_diffusion.config import EngineConfig, make_options
 from offline_diffusion.data.rows import RowImages
 from offline_diffusion.errors import ConfigError
 from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.models.modes import check_mode
 
 if TYPE_CHECKING:
     from offline_diffusion.engine.cost import CostModel, MeasuredCost
@@ -122,6 +123,7 @@ class Session:
                 gc.collect()  # two models at once may not fit
                 model = load_model(config)
             last = config
+            check_mode(config, model.capabilities)
             engine = Engine(model, config)
             on_gpu = model.device.type == "cuda"
             joules = energy_meter(model.device.index or 0) if on_gpu else None
@@ -151,11 +153,11 @@ class Session:
             num_replicas: Engines that are dealt the requests in turn, each with a queue of its own.
         """
         for name, config in modes.items():
+            check_mode(config, capabilities)
             parts = []
             for replica in range(num_replicas):
                 clock = SimulatedClock()
-                budget = config.max_num_batched_tokens or max_num_batched_tokens
-                engine = SimulatedEngine(capabilities, simulated_scheduler(config, budget), cost, clock)
+                engine = SimulatedEngine(capabilities, config, cost, clock, max_num_batched_tokens)
                 parts.append(self._replay(name, engine, clock, self.requests[replica::num_replicas]))
             yield self.finish(name, options_of(config), joined(parts))
             if self.stopped():

@@ -9,18 +9,16 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from offline_diffusion.config import EngineConfig
+from offline_diffusion.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineConfig
 from offline_diffusion.data.work import estimate_text_tokens
 from offline_diffusion.engine.cost import CostModel
 from offline_diffusion.engine.scheduler import ScheduledRequest, Scheduler
 from offline_diffusion.models.capabilities import BatchKind, Capabilities
+from offline_diffusion.models.modes import ExecutionMode, execution_mode, same_shape_key
 from offline_diffusion.request import Request, RequestMetrics, RequestOutput
 
 POLL_S = 0.001
 """How long the engine sleeps when a wave waits for company."""
-
-TEXT_SHARE, MIN_TEXT_TOKENS = 0.25, 4_096
-"""What text may take of the budget, as in the engine."""
 
 PROMPT_CACHE_TOKENS = 65_536
 """Of encoded prompts that are kept, as in the engine."""
@@ -74,18 +72,6 @@ class _Image:
     encode_s: float = 0.0
 
 
-def simulated_scheduler(config: EngineConfig, max_num_batched_tokens: int) -> Scheduler:
-    """The scheduler of an engine with these options and this budget, on a device with memory enough."""
-    return Scheduler(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_text_tokens=max(MIN_TEXT_TOKENS, int(max_num_batched_tokens * TEXT_SHARE)),
-        policy=config.scheduling_policy,
-        step_execution=config.step_execution,
-        max_wait_s=config.request_batch_max_wait_ms / 1000,
-    )
-
-
 class SimulatedEngine:
     """Has what `replay.Replay` asks of an engine.
 
@@ -94,16 +80,24 @@ class SimulatedEngine:
 
     Args:
         capabilities: Of the model.
-        scheduler: Fresh.
+        config: Scheduling options.
         cost: What things take.
         clock: Goes on by that.
+        max_num_batched_tokens: The token budget, where the options say nothing.
     """
 
     def __init__(
-        self, capabilities: Capabilities, scheduler: Scheduler, cost: CostModel, clock: SimulatedClock
+        self,
+        capabilities: Capabilities,
+        config: EngineConfig,
+        cost: CostModel,
+        clock: SimulatedClock,
+        max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
     ) -> None:
         self.stats = SimulatedStats()
-        self.scheduler = scheduler
+        self.scheduler = Scheduler.of(config, config.max_num_batched_tokens or max_num_batched_tokens)
+        mode = execution_mode(config, capabilities.batch_kind)
+        self._only_alike = mode is ExecutionMode.SAME_SHAPE or capabilities.batch_kind is BatchKind.STACKED
         self._capabilities, self._cost, self._clock = capabilities, cost, clock
         self._images: dict[str, _Image] = {}
         self._encoded: OrderedDict[str, int] = OrderedDict()  # text → tokens, the last used at the end
@@ -125,19 +119,20 @@ class SimulatedEngine:
         prompts = [(text, min(estimate_text_tokens(text), limit)) for text in texts]
         num_image_tokens = self._capabilities.num_image_tokens(request.height, request.width)
         lengths = [num_image_tokens + num_tokens for _, num_tokens in prompts]
-        shape = (request.height, request.width)
+        alike, now = same_shape_key(request), self._clock.now
         entry = ScheduledRequest(
             request_id=request.request_id,
             num_tokens=sum(lengths),
             num_steps=request.num_inference_steps,
             num_text_tokens=sum(num_tokens for _, num_tokens in prompts),
-            batch_key=shape if self._capabilities.batch_kind is BatchKind.STACKED else None,
-            wave_key=(*shape, request.num_inference_steps, request.cfg_active),
-            arrival=self._clock.now,
+            batch_key=alike if self._only_alike else None,
+            wave_key=(alike, request.num_inference_steps),
+            arrival=now,
+            deadline=math.inf if request.slo_ms is None else now + request.slo_ms / 1000,
         )
         squares = sum(length * length for length in lengths)
         pixels = request.height * request.width
-        self._images[request.request_id] = _Image(request, entry, prompts, squares, pixels, self._clock.now)
+        self._images[request.request_id] = _Image(request, entry, prompts, squares, pixels, now)
         self.scheduler.add(entry)
 
     def step(self) -> list[RequestOutput]:

@@ -26,6 +26,7 @@ from offline_diffusion.cli.text import duration, table
 from offline_diffusion.config import EngineConfig, JobConfig, make_job_config
 from offline_diffusion.errors import ConfigError, JobInterrupted
 from offline_diffusion.job_yaml import read_job_file
+from offline_diffusion.models.modes import execution_mode
 from offline_diffusion.progress import StopFlag, plural
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         observer=done.__setitem__,
     )
     facts = _facts(given, trace, requests, faults)
-    modes = _modes(config, given["compare"])
+    modes = _modes(config, given["compare"], capabilities)
     with ticking(partial(_describe, done, len(requests))):
         if given["simulate"]:
             runs = list(_simulated(session, config, modes, capabilities, given, facts))
@@ -251,10 +252,10 @@ def _resolve(config: JobConfig, trace: Trace) -> tuple[Capabilities, list[Replay
     return capabilities, requests, faults
 
 
-def _modes(config: JobConfig, compare: Path | None) -> dict[str, EngineConfig]:
+def _modes(config: JobConfig, compare: Path | None, capabilities: Capabilities) -> dict[str, EngineConfig]:
     base = EngineConfig(**{name: getattr(config, name) for name in EngineConfig.model_fields})
     if compare is None:
-        return {"replay": base}
+        return {execution_mode(base, capabilities.batch_kind).value: base}
     return modes_of(base, read_job_file(compare), source=str(compare))
 
 

@@ -34,10 +34,6 @@ NUM_PREPARED = {"cuda": (64, 8), "cpu": (4, 1)}
 so that the next step is never far away. On a GPU, where it happens beside the steps before, as many as may
 join at once when a pack of equals ends; each takes less than a megabyte for 512 × 512 pixels."""
 
-TEXT_SHARE, MIN_TEXT_TOKENS = 0.25, 4_096
-"""Of the token budget, and at least: what text may take. Text has weights of its own, whose products are at
-their full rate with so many rows; the rest of a step is the images'."""
-
 WAVE_POLL_S = 0.001
 """Pause of an iteration in which a wave waits for company."""
 
@@ -63,15 +59,8 @@ class Engine:
         self.limits = measure_limits(model)
         self.mode = execution_mode(config, model.capabilities.batch_kind)
         budget = fit_token_budget(model, config.max_num_batched_tokens, self.limits)
-        self.scheduler = Scheduler(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_num_text_tokens=max(MIN_TEXT_TOKENS, int(budget * TEXT_SHARE)),
-            memory_tokens=None if self.limits is None else self.limits.max_tokens,
-            policy=config.scheduling_policy,
-            step_execution=config.step_execution,
-            max_wait_s=config.request_batch_max_wait_ms / 1000,
-        )
+        memory_tokens = None if self.limits is None else self.limits.max_tokens
+        self.scheduler = Scheduler.of(config, budget, memory_tokens)
         self._budget = TokenBudget(self.scheduler)
         self._timer = StepTimer(model.device, self.stats, self.runner)
         self._table = RequestTable(self.runner, self.stats, clock)

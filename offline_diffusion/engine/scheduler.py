@@ -12,11 +12,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from offline_diffusion.config import SchedulingPolicy
+from offline_diffusion.config import EngineConfig, SchedulingPolicy
 from offline_diffusion.engine.admission import ScheduledRequest, Step, sum_tokens, without
 from offline_diffusion.engine.policies import LOOK_AHEAD, POLICIES, Queues
 
 __all__ = ["LOOK_AHEAD", "ScheduledRequest", "Scheduler", "SchedulerOutput"]
+
+
+TEXT_SHARE, MIN_TEXT_TOKENS = 0.25, 4_096
+"""Of the token budget, and at least: what text may take. Text has weights of its own, whose products are at
+their full rate with so many rows; the rest of a step is the images'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,21 @@ class Scheduler:
     """Set by the engine when the source is dry: a wave then waits for nobody, and the tail begins."""
     decoding_tokens: int = 0
     """Set by the engine: ``decode_tokens`` of the largest image that is being decoded."""
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, max_num_batched_tokens: int, memory_tokens: int | None = None
+    ) -> Scheduler:
+        """That of an engine with these options, whose budget and memory were measured."""
+        return cls(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            policy=config.scheduling_policy,
+            step_execution=config.step_execution,
+            max_wait_s=config.request_batch_max_wait_ms / 1000,
+            max_num_text_tokens=max(MIN_TEXT_TOKENS, int(max_num_batched_tokens * TEXT_SHARE)),
+            memory_tokens=memory_tokens,
+        )
 
     def __post_init__(self) -> None:
         self._policy = POLICIES[self.policy]()

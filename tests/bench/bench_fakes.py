@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from offline_diffusion.bench.replay import ReplayRequest
 from offline_diffusion.bench.simulate import SimulatedClock, SimulatedEngine
+from offline_diffusion.config import EngineConfig
 from offline_diffusion.data.rows import ImageTask, RowImages
 from offline_diffusion.engine.cost import CostModel
-from offline_diffusion.engine.scheduler import Scheduler
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import Request
 
@@ -39,9 +40,14 @@ def trace_of(arrivals: Sequence[float], **shape: int) -> list[ReplayRequest]:
 
 
 def engine_of(
-    cost: CostModel, *, budget: int = 1000, seqs: int = 100, **options: object
+    cost: CostModel, *, budget: int = 1000, seqs: int = 100, policy: str = "fifo", **options: Any
 ) -> tuple[SimulatedEngine, SimulatedClock]:
     """An engine in first-in-first-out order."""
     clock = SimulatedClock()
-    scheduler = Scheduler(seqs, budget, **options)  # type: ignore[arg-type]
-    return SimulatedEngine(CAPABILITIES, scheduler, cost, clock), clock
+    config = EngineConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        scheduling_policy=policy,  # type: ignore[arg-type]
+        **options,
+    )
+    return SimulatedEngine(CAPABILITIES, config, cost, clock), clock

@@ -7,6 +7,8 @@ import time
 
 import pytest
 from bench_fakes import CAPABILITIES, asked, engine_of, trace_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offline_diffusion.bench.replay import MAX_QUEUED, Replay, WallClock, resolve_trace
 from offline_diffusion.bench.trace import TraceRequest
@@ -84,6 +86,20 @@ def test_the_engine_must_not_begin_at_zero() -> None:
     clock.now = 1234.5
     records = Replay(engine, clock).run(trace_of([0, 2], steps=1)).records
     assert [(record.started, record.finished) for record in records] == [(0, 1), (2, 3)]
+
+
+@given(st.floats(0, 1e6), st.lists(st.floats(0, 1e4), min_size=1, max_size=5))
+def test_no_rounding_of_times_keeps_it_waiting(start: float, arrivals: list[float]) -> None:
+    engine, clock = engine_of(A_SECOND_A_STEP)
+    clock.now = start
+    num_asked = 0
+
+    def stopped() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return num_asked > 1000
+
+    assert not Replay(engine, clock, stopped=stopped).run(trace_of(sorted(arrivals))).stopped
 
 
 class FailingEngine:

@@ -69,9 +69,36 @@ def test_in_request_mode_who_comes_late_waits_for_the_next_wave() -> None:
 
 
 def test_a_wave_waits_for_company() -> None:
-    engine, clock = engine_of(A_SECOND_A_STEP, step_execution=False, max_wait_s=2.0)
+    engine, clock = engine_of(A_SECOND_A_STEP, step_execution=False, request_batch_max_wait_ms=2000)
     records = Replay(engine, clock).run(trace_of([0, 1.5, 30], steps=10)).records
     assert [record.finished for record in records] == pytest.approx([12, 12, 42], abs=0.002)
+
+
+def test_only_like_requests_share_a_step_where_they_must() -> None:
+    trace = [asked(0, 0, steps=4), asked(1, 0, side=32, steps=4), asked(2, 0, steps=2)]
+    finished = {}
+    for batching in ("packed", "same_shape"):
+        engine, clock = engine_of(A_SECOND_A_STEP, policy="pack", batching=batching)
+        finished[batching] = [record.finished for record in Replay(engine, clock).run(trace).records]
+    assert finished == {"packed": [4, 4, 2], "same_shape": [4, 8, 2]}
+
+
+def test_the_earliest_deadline_goes_first_and_counts_from_the_arrival() -> None:
+    trace = trace_of([0, 1, 2], steps=10)
+    for request, slo_ms in zip(trace, (1e6, 40_000, 25_000), strict=True):
+        request.slo_ms = slo_ms
+    engine, clock = engine_of(A_SECOND_A_STEP, seqs=1, policy="deadline")
+    records = Replay(engine, clock).run(trace).records
+    assert [record.finished for record in records] == [10, 30, 20]
+    assert all(record.met_slo for record in records)
+
+
+def test_constants_are_those_of_the_engine() -> None:
+    from offline_diffusion.bench import simulate
+    from offline_diffusion.engine import engine, prompt_cache
+
+    assert simulate.POLL_S == engine.WAVE_POLL_S
+    assert simulate.PROMPT_CACHE_TOKENS == prompt_cache.PROMPT_CACHE_TOKENS
 
 
 def brute_force(jobs: list[tuple[float, int, int]], budget: int) -> list[float]:
