@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from offline_diffusion.bench.records import Replayed, RequestRecord, StepSpan
+from offline_diffusion.bench.records import DEFAULT_SLO_SCALE, Replayed, RequestRecord, StepSpan
 
-DEFAULT_SLO_SCALE = 3.0
 PERCENTILES = (50, 95, 99)
 STAGES = ("queue", "encode", "denoise", "decode")
 MAX_BINS = 240

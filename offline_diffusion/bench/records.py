@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+DEFAULT_SLO_SCALE = 3.0
+DEFAULT_NUM_WARM_UPS = 3
+
 SLO_AREA = 256.0
 """Pixels of the unit in which vLLM-Omni's rule counts an image."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from offline_diffusion.bench.metrics import Numbers
 from offline_diffusion.bench.records import Replayed
+
+if TYPE_CHECKING:
+    from offline_diffusion.bench.metrics import Numbers
 
 MISSING = "-"
 

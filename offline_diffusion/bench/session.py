@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from offline_diffusion.bench.energy import JOULES, energy_meter
-from offline_diffusion.bench.metrics import DEFAULT_SLO_SCALE, slo_unit_ms, summarize
-from offline_diffusion.bench.records import Replayed
+from offline_diffusion.bench.metrics import slo_unit_ms, summarize
+from offline_diffusion.bench.records import DEFAULT_NUM_WARM_UPS, DEFAULT_SLO_SCALE, Replayed
 from offline_diffusion.bench.replay import Clock, Replay, ReplayEngine, ReplayRequest, WallClock
 from offline_diffusion.bench.report import Run
 from offline_diffusion.bench.simulate import SimulatedClock, SimulatedEngine
@@ -29,7 +29,6 @@ MODEL_OPTIONS = ("model", "revision", "device", "dtype", "attention_backend", "q
 WARM_UP_STEPS = 2
 FIRST_WARM_UP_ROW = 10**12
 """No trace has so many rows."""
-DEFAULT_NUM_WARM_UPS = 3
 
 Observer = Callable[[str, int], None]
 """Hears the name of a run, and how many of its requests are done."""

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from offline_diffusion.bench.arrivals import ARRIVAL_KINDS, DEFAULT_BURSTINESS
-from offline_diffusion.bench.metrics import DEFAULT_SLO_SCALE
+from offline_diffusion.bench.records import DEFAULT_NUM_WARM_UPS, DEFAULT_SLO_SCALE
 from offline_diffusion.bench.report import SIZE_HEADER, Report, Run, size_rows, summary_rows
-from offline_diffusion.bench.session import DEFAULT_NUM_WARM_UPS, Session, modes_of
 from offline_diffusion.cli.cost_record import CostRecord, device_name, recall, remember
 from offline_diffusion.cli.options import gather_values, job_option, model_options, row_options
 from offline_diffusion.cli.plan import ASSUMED_TFLOPS, likely_budget
@@ -31,6 +30,7 @@ from offline_diffusion.progress import StopFlag, plural
 
 if TYPE_CHECKING:
     from offline_diffusion.bench.replay import ReplayRequest
+    from offline_diffusion.bench.session import Session
     from offline_diffusion.bench.trace import Trace
     from offline_diffusion.data.rows import RowFault
     from offline_diffusion.engine.cost import CostModel
@@ -143,10 +143,12 @@ def command(ctx: click.Context, /, **given: Any) -> None:
 
     \\b
     Example:
-      offdiff replay manifests/traffic.jsonl
-      offdiff replay manifests/traffic_kinds.json --arrivals poisson --request-rate 4 --simulate
-      offdiff replay manifests/traffic.jsonl --compare jobs/modes.yaml --html modes.html
+      offdiff replay traces/traffic.jsonl
+      offdiff replay traces/kinds.json --arrivals poisson --request-rate 4 --simulate
+      offdiff replay traces/traffic.jsonl --compare traces/modes.yaml --html modes.html
     """
+    from offline_diffusion.bench.session import Session
+
     values, spelling = gather_values(given)
     # A replay writes no dataset, so a folder need not be named.
     config = make_job_config({**values, "manifests": (given["trace"],), "out": "."}, spelling=spelling)
@@ -253,6 +255,8 @@ def _resolve(config: JobConfig, trace: Trace) -> tuple[Capabilities, list[Replay
 
 
 def _modes(config: JobConfig, compare: Path | None, capabilities: Capabilities) -> dict[str, EngineConfig]:
+    from offline_diffusion.bench.session import modes_of
+
     base = EngineConfig(**{name: getattr(config, name) for name in EngineConfig.model_fields})
     if compare is None:
         return {execution_mode(base, capabilities.batch_kind).value: base}

@@ -72,7 +72,7 @@ def test_times_windows_and_speed(trace: str) -> None:
 
 
 def test_kinds_of_requests_at_made_up_times() -> None:
-    kinds = str(ROOT / "manifests" / "traffic_kinds.json")
+    kinds = str(ROOT / "traces" / "kinds.json")
     values = simulated(kinds, "--arrivals", "poisson", "--request-rate", "5", "--limit", "60")
     assert values["completed_requests"] == 60
     assert set(values["size_classes"]) == {"128x128", "192x192", "256x256"}
@@ -138,7 +138,7 @@ def test_a_manifest_without_times_asks_for_some(tmp_path: Path) -> None:
 
 
 def test_the_shipped_modes_are_five_and_two_policies() -> None:
-    arguments = (str(ROOT / "manifests" / "traffic.jsonl"), "--compare", str(ROOT / "jobs" / "modes.yaml"))
+    arguments = (str(ROOT / "traces" / "traffic.jsonl"), "--compare", str(ROOT / "traces" / "modes.yaml"))
     runs = simulated(*arguments)["runs"]
     assert len(runs) == 7
     assert {numbers["completed_requests"] for numbers in runs.values()} == {24}
