@@ -102,12 +102,17 @@ class Session:
     def real_runs(
         self,
         modes: Mapping[str, EngineConfig],
-        on_cost: Callable[[MeasuredCost, EngineConfig], None] = lambda _cost, _config: None,
+        *,
+        load: Callable[[EngineConfig], Any] | None = None,
+        on_cost: Callable[[str, MeasuredCost, EngineConfig], None] = lambda _name, _cost, _config: None,
     ) -> Iterator[Run]:
-        """A run for each mode on this machine; a model is loaded anew only for other options of its own.
+        """A run for each mode on this machine.
+
+        A model is loaded anew only for other options of its own, and its token budget is measured once.
 
         Args:
             modes: Name → engine options.
+            load: Replaces the loading of the model.
             on_cost: Gets what a run's steps cost, where it tells enough.
         """
         from offline_diffusion.engine.cost import measured_cost
@@ -116,21 +121,24 @@ class Session:
 
         model: Any = None
         last: EngineConfig | None = None
+        budget: int | None = None
         for name, config in modes.items():
             if last is None or _model_options(config) != _model_options(last):
-                model = None
+                model, budget = None, None
                 gc.collect()  # two models at once may not fit
-                model = load_model(config)
+                model = (load or load_model)(config)
             last = config
             check_mode(config, model.capabilities)
-            engine = Engine(model, config)
+            engine = Engine(model, _with_budget(config, budget))
+            budget = budget or engine.scheduler.max_num_batched_tokens
             on_gpu = model.device.type == "cuda"
             joules = energy_meter(model.device.index or 0) if on_gpu else None
-            yield self.replay(name, options_of(config), engine, WallClock(), joules)
+            run = self.replay(name, options_of(config), engine, WallClock(), joules)
             if (cost := measured_cost(engine)) is not None:
-                on_cost(cost, config)
+                on_cost(name, cost, config)
             del engine
             gc.collect()
+            yield run
             if self.stopped():
                 return
 
@@ -236,6 +244,12 @@ def modes_of(base: EngineConfig, named: Mapping[str, Any], source: str) -> dict[
     if not modes:
         raise ConfigError(f"{source}: names no mode", hint="such as: packed: {scheduling_policy: pack}")
     return modes
+
+
+def _with_budget(config: EngineConfig, budget: int | None) -> EngineConfig:
+    if budget is None or config.max_num_batched_tokens is not None:
+        return config
+    return config.model_copy(update={"max_num_batched_tokens": budget})
 
 
 def _model_options(config: EngineConfig) -> list[Any]:

@@ -172,7 +172,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         if given["simulate"]:
             runs = list(_simulated(session, config, modes, capabilities, given, facts))
         else:
-            runs = list(session.real_runs(modes, on_cost=remember))
+            runs = list(session.real_runs(modes, on_cost=lambda _, cost, own: remember(cost, own)))
             facts["device"] = device_name(config.device)
     _show(Report(trace.source, config.model, facts, runs), given)
     if stop.requests:
