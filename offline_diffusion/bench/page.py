@@ -15,6 +15,8 @@ MAX_DOTS = 1500
 MAX_CURVE_POINTS = 200
 NUM_BARS = 48
 """Requests in the timeline: those around the one that came when most were at hand."""
+MANY_SECONDS = 20_000
+"""From here on time is told in hours."""
 MAX_CLASSES = 8
 """Size classes with a colour of their own; of more, the rarest are ``others``."""
 OTHERS = "others"
@@ -164,6 +166,7 @@ def at_hand(records: Sequence[RequestRecord]) -> list[int]:
 
 def _over_time(run: Run) -> list[Chart]:
     bins, duration = run.numbers["over_time"], run.numbers["duration"]
+    unit, unit_s = ("h", 3600.0) if duration >= MANY_SECONDS else ("s", 1.0)
     charts = []
     for index, (title, key, label) in enumerate(
         [
@@ -172,10 +175,13 @@ def _over_time(run: Run) -> list[Chart]:
             ("Images waiting", "waiting_images", "images"),
         ]
     ):
-        filled = [(own["start"], own["end"], own[key]) for own in bins if own[key] is not None]
+        filled = [
+            (own["start"] / unit_s, own["end"] / unit_s, own[key]) for own in bins if own[key] is not None
+        ]
         is_share = key == "step_fill"
         highest = 1.0 if is_share else max((value for *_, value in filled), default=0.0)
-        chart = Chart(title, "time, s", label, duration, highest, percent=is_share, height=190)
+        end = duration / unit_s
+        chart = Chart(title, f"time, {unit}", label, end, highest, percent=is_share, height=190)
         chart.steps(filled, colour(index))
         charts.append(chart)
     return charts
@@ -189,11 +195,10 @@ def _timeline(run: Run) -> Chart:
     end = max((record.finished or 0.0 for record in records), default=1.0)
     chart = Chart(
         f"{len(records)} requests at the busiest time",
-        "time, s",
+        f"s after {seconds(start)}",
         "a row a request, pale while it waits",
-        end,
+        end - start,
         1.0,
-        x_min=start,
         width=1134,
         height=TOP + BOTTOM + ROW_HEIGHT * max(1, len(records)),
         ticks=False,
@@ -203,8 +208,9 @@ def _timeline(run: Run) -> Chart:
         assert record.finished is not None
         began = record.finished if record.started is None else record.started
         text = f"{record.id}, {record.size_class}, {record.num_inference_steps} steps"
-        chart.bar(row, record.arrival, began, fill, f"{text}: waits {seconds(record.queue)}", pale=True)
-        chart.bar(row, began, record.finished, fill, f"{text}: done after {seconds(record.latency)}")
+        came, began, done = record.arrival - start, began - start, record.finished - start
+        chart.bar(row, came, began, fill, f"{text}: waits {seconds(record.queue)}", pale=True)
+        chart.bar(row, began, done, fill, f"{text}: done after {seconds(record.latency)}")
     for index, name in enumerate(classes):
         chart.name(name, colour(index))
     return chart

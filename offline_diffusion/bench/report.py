@@ -69,11 +69,13 @@ class Report:
 
 
 def seconds(value: float | None) -> str:
-    """Three digits, in ms below a second: ``184 ms``, ``2.05 s``, ``1,234 s``."""
+    """Three digits, in ms below a second, in hours above 10,000: ``184 ms``, ``2.05 s``, ``1,234 s``."""
     if value is None:
         return MISSING
     if value < 1:
         return f"{value * 1000:.3g} ms"
+    if value >= 10_000:
+        return f"{value / 3600:,.1f} h"
     return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"
 
 

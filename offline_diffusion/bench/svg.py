@@ -45,7 +45,7 @@ class Chart:
     Args:
         title: Above it.
         x_label, y_label: Of the axes.
-        x_max, y_max: Where the axes end; ``x_min`` is where the first begins, the second begins at 0.
+        x_max, y_max: Where the axes end; both begin at 0.
         width, height: In pixels.
         percent: The second axis is shares, 0 to 1.
         ticks: Whether the second axis has numbers.
@@ -56,7 +56,6 @@ class Chart:
     y_label: str
     x_max: float
     y_max: float
-    x_min: float = 0.0
     width: int = 560
     height: int = 260
     percent: bool = False
@@ -65,13 +64,12 @@ class Chart:
     _legend: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.x_max = self.x_max if self.x_max > self.x_min else self.x_min + 1.0
+        self.x_max = self.x_max if self.x_max > 0 else 1.0
         self.y_max = self.y_max if self.y_max > 0 else 1.0
 
     def x(self, value: float) -> float:
         """Pixel of a place on the first axis."""
-        share = (value - self.x_min) / (self.x_max - self.x_min)
-        return LEFT + min(1.0, max(0.0, share)) * (self.width - LEFT - RIGHT)
+        return LEFT + min(1.0, max(0.0, value / self.x_max)) * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
         """Pixel of a place on the second axis."""
@@ -87,14 +85,16 @@ class Chart:
         self._parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
 
     def steps(self, bins: Sequence[tuple[float, float, float]], colour: str) -> None:
-        """A filled bar for each ``(start, end, value)``."""
-        base = self.height - BOTTOM
+        """A filled outline of ``(start, end, value)``, in order; bins that touch are one shape."""
+        base, path, last = self.height - BOTTOM, "", math.nan
         for start, end, value in bins:
-            left, top = self.x(start), self.y(value)
-            self._parts.append(
-                f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(0.5, self.x(end) - left):.1f}" '
-                f'height="{max(0.0, base - top):.1f}" fill="{colour}" shape-rendering="crispEdges"/>'
-            )
+            left, right, top = self.x(start), self.x(end), self.y(value)
+            path += f"V{top:.1f}" if start == last else f"V{base}M{left:.1f},{base}V{top:.1f}"
+            path += f"H{right:.1f}"
+            last = end
+        path = f"{path}V{base}".removeprefix(f"V{base}")
+        if path:
+            self._parts.append(f'<path d="{path}" fill="{colour}" opacity="0.85"/>')
 
     def dots(self, points: Iterable[tuple[float, float, str]], colour: str) -> None:
         """A dot for each ``(x, y, text)``; the text shows when one points at it."""
@@ -133,7 +133,7 @@ class Chart:
             y = self.y(tick)
             parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
             parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" class="tick end">{label}</text>')
-        for tick in nice_ticks(self.x_min, self.x_max, 6):
+        for tick in nice_ticks(0, self.x_max, 6):
             x = self.x(tick)
             parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}" class="axis"/>')
             parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" class="tick mid">{short(tick)}</text>')

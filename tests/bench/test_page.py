@@ -153,17 +153,28 @@ def test_a_point_lies_where_its_values_say() -> None:
     assert circle[0].text == "<half & quarter>"
 
 
-def test_bars_reach_from_their_start_to_their_end() -> None:
+def test_bins_that_touch_are_one_outline() -> None:
     chart = Chart("t", "x", "y", x_max=10, y_max=4)
-    chart.steps([(2, 4, 3)], "blue")
-    bar = next(rect for rect in svg_of(chart).iter() if rect.get("fill") == "blue")
+    chart.steps([(2, 4, 3), (4, 5, 1), (8, 9, 2)], "blue")
+    outline = next(shape for shape in svg_of(chart).iter() if shape.get("fill") == "blue")
+    x, y = chart.x, chart.y
+    assert outline.get("d") == (
+        f"M{x(2):.1f},{y(0):.0f}V{y(3):.1f}H{x(4):.1f}V{y(1):.1f}H{x(5):.1f}V{y(0):.0f}"
+        f"M{x(8):.1f},{y(0):.0f}V{y(2):.1f}H{x(9):.1f}V{y(0):.0f}"
+    )
+
+
+def test_a_bar_reaches_from_its_start_to_its_end() -> None:
+    chart = Chart("t", "x", "y", x_max=10, y_max=1)
+    chart.bar(1, 2, 4, "blue", "text")
+    bar = next(shape for shape in svg_of(chart).iter() if shape.get("fill") == "blue")
     assert float(bar.get("x", "")) == pytest.approx(chart.x(2), abs=0.1)
     assert float(bar.get("width", "")) == pytest.approx(chart.x(4) - chart.x(2), abs=0.1)
-    assert float(bar.get("height", "")) == pytest.approx(chart.y(0) - chart.y(3), abs=0.1)
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(None, "-"), (0.1841, "184 ms"), (2.049, "2.05 s"), (12345.6, "12,346 s")]
+    ("value", "text"),
+    [(None, "-"), (0.1841, "184 ms"), (2.049, "2.05 s"), (1234.6, "1,235 s"), (36000.0, "10.0 h")],
 )
 def test_seconds(value: float | None, text: str) -> None:
     assert seconds(value) == text
