@@ -25,7 +25,7 @@ class PreviewFolder:
 
     Args:
         folder: Made with the first preview.
-        say: Called once when a file cannot be written.
+        say: Told where they are, and once that one cannot be written.
     """
 
     def __init__(self, folder: Path, say: Say) -> None:
@@ -40,6 +40,7 @@ class PreviewFolder:
         if self._tasks.qsize() >= MAX_QUEUED:
             return
         if self._thread is None:
+            self._say(f"previews of unfinished images: {self._folder}")
             self._thread = threading.Thread(target=self._work, name="previews", daemon=True)
             self._thread.start()
         self._shown.add(key)

@@ -60,8 +60,9 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
     for row in range(3):
         folder.show((row, 0), preview(1))
     folder.close()
-    assert len(said) == 1
-    assert said[0].startswith("warning: a preview cannot be written: ")
+    assert said[0] == f"previews of unfinished images: {tmp_path / 'previews'}"
+    assert said[1].startswith("warning: a preview cannot be written: ")
+    assert len(said) == 2
 
 
 def test_whoever_shows_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
