@@ -10,6 +10,7 @@
     ├── ModelError                exit 1: a checkpoint cannot be loaded
     │   └── UnsupportedModelError the checkpoint's config turns on what this version lacks
     ├── BackendError              exit 1: an attention or quantization backend does not work here
+    ├── QueueFullError            a running engine has as many requests at hand as it may
     ├── JobError                  exit 1: the output folder or the job cannot go on
     │   ├── JobMismatchError      the folder belongs to another manifest, model or pixel option
     │   ├── CrashError            drawing broke the engine or its device; a launcher starts the worker again
@@ -73,6 +74,10 @@ class UnsupportedModelError(ModelError):
 
 class BackendError(OffdiffError):
     """A backend that was asked for does not work on this machine."""
+
+
+class QueueFullError(OffdiffError):
+    """A running engine has as many requests at hand as it may, and none finished in time."""
 
 
 class JobError(OffdiffError):

@@ -164,7 +164,7 @@ class RequestOutput:
             preview, and more of the request follows.
         pixels: Decoded image, uint8 ``[height, width, 3]`` RGB; None unless ``ok`` or ``running``.
         metrics: What it cost, of a preview so far.
-        error_type: ``nan``, ``out_of_memory``, ``model_error`` or ``invalid_request``.
+        error_type: ``nan``, ``out_of_memory``, ``model_error``, ``invalid_request`` or ``crash``.
         error: The message.
         step_index: Steps done, earlier runs included.
     """

@@ -22,7 +22,7 @@ from offline_diffusion.engine.snapshot import Snapshot
 from offline_diffusion.engine.stats import EngineStats, StepTimer
 from offline_diffusion.engine.token_budget import TokenBudget
 from offline_diffusion.models.base import DiffusionModel
-from offline_diffusion.models.modes import ExecutionMode, execution_mode
+from offline_diffusion.models.modes import execution_mode
 from offline_diffusion.request import Request, RequestOutput, StepState
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class Engine:
         self.stats = EngineStats()
         self.limits = measure_limits(model)
         self.mode = execution_mode(config, model.capabilities.batch_kind)
+        self._same_shape = config.batching == "same_shape"
         budget = fit_token_budget(model, config.max_num_batched_tokens, self.limits)
         memory_tokens = None if self.limits is None else self.limits.max_tokens
         self.scheduler = Scheduler.of(config, budget, memory_tokens)
@@ -89,7 +90,7 @@ class Engine:
             return
         try:
             state = RequestState.of(request, self.model, self.limits, self._clock(), resume)
-            entry = state.scheduled(self.model, same_shape=self.mode is ExecutionMode.SAME_SHAPE)
+            entry = state.scheduled(self.model, same_shape=self._same_shape)
         except Exception as error:
             self._table.refuse(request, *row_fault(error, self.model.device))
             return
@@ -216,6 +217,7 @@ class Engine:
             return False
         self._timer.end(start, [state.share for state in running])
         self._previews.after_step()
+        self._timer.lap()
         self._count_step(running, num_seqs)
         return True
 

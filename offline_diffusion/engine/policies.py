@@ -15,7 +15,7 @@ from offline_diffusion.config import SchedulingPolicy
 from offline_diffusion.engine.admission import ScheduledRequest, Step, sum_tokens, without
 
 LOOK_AHEAD = 256
-"""Waiting requests that policies consider, but for fifo, and that may be prepared ahead."""
+"""Waiting requests that ``pack`` and waves in order of arrival consider, and that a job keeps waiting."""
 
 MAX_OVERTAKEN = 192
 """Later requests that may be admitted before a waiting one; under half a shard of the default size.
@@ -66,7 +66,7 @@ class Queues:
 
 
 class Policy:
-    """Base of all; by itself it keeps the order of arrival and leaves out what does not fit."""
+    """Base of all: the order of arrival."""
 
     is_strict = False
     """Whether nobody is admitted before an earlier one that cannot be."""
@@ -81,7 +81,7 @@ class Policy:
 
     def fill(self, step: Step, queues: Queues) -> None:
         """Adds to ``step`` those that may join now."""
-        step.add_fitting(self.order(queues))
+        raise NotImplementedError
 
 
 class Fifo(Policy):
@@ -95,19 +95,23 @@ class Fifo(Policy):
 
 
 class AgingPolicy(Policy):
-    """Orders by `preference`; nobody is overtaken by many more than `MAX_OVERTAKEN` later ones.
+    """Orders all by `preference`; nobody is overtaken by many more than `MAX_OVERTAKEN` later ones.
 
     The overdue go first, in order of arrival, and keep what room there is until they fit.
     """
+
+    def in_sight(self, queues: Queues) -> list[ScheduledRequest]:
+        """The waiting requests that it orders, in order of arrival."""
+        return list(queues.waiting)
 
     def preference(self, entry: ScheduledRequest, queues: Queues) -> tuple[float, ...]:
         """Smaller is wanted more; equals keep their order of arrival."""
         raise NotImplementedError
 
     def order(self, queues: Queues) -> list[ScheduledRequest]:
-        window = queues.window
-        overdue = [entry for entry in window if is_overdue(entry)]
-        others = without(window, overdue)
+        in_sight = self.in_sight(queues)
+        overdue = [entry for entry in in_sight if is_overdue(entry)]
+        others = without(in_sight, overdue)
         return [*overdue, *sorted(others, key=lambda entry: self.preference(entry, queues))]
 
     def fill(self, step: Step, queues: Queues) -> None:
@@ -147,6 +151,9 @@ class Pack(AgingPolicy):
     Of about equal size, the earlier one goes first. In the tail, when no more than what is in sight is left,
     long chains of steps go first instead.
     """
+
+    def in_sight(self, queues: Queues) -> list[ScheduledRequest]:
+        return queues.window
 
     def preference(self, entry: ScheduledRequest, queues: Queues) -> tuple[float, ...]:
         return (-_size(entry, queues),)

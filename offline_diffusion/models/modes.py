@@ -19,9 +19,10 @@ class ExecutionMode(Enum):
     REQUEST_BATCH = "request_batch"
     """Waves of like requests, each run to its end."""
     SINGLE_STEP = "single_step"
-    """One request, and between its steps another may be put before those that wait."""
+    """Likewise, and its unfinished image can be shown."""
     SAME_SHAPE = "same_shape"
-    """Like requests join and leave between steps."""
+    """Like requests join and leave between steps. Asked for, they are like by `same_shape_key`; a family that
+    can do no better has a key of its own."""
     PACKED = "packed"
     """Unlike requests, too."""
 

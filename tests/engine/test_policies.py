@@ -90,6 +90,15 @@ def test_the_earliest_deadline_goes_first(deadlines: list[int]) -> None:
     assert one_at_a_time(scheduler, now=5.0) == [*map(str, expected)]
 
 
+@pytest.mark.parametrize("policy", ["shortest", "deadline"])
+def test_urgency_is_seen_at_the_end_of_a_long_queue(policy: SchedulingPolicy) -> None:
+    scheduler = Scheduler(1, 100, policy)
+    for index in range(2 * LOOK_AHEAD):
+        scheduler.add(ScheduledRequest(str(index), 10, 5))
+    scheduler.add(ScheduledRequest("urgent", 1, 1, deadline=9.0))
+    assert [entry.request_id for entry in scheduler.schedule(0.0).admitted] == ["urgent"]
+
+
 def test_a_lost_deadline_yields_to_one_that_can_be_kept() -> None:
     scheduler = Scheduler(1, 100, "deadline")
     for name, deadline in [("none", math.inf), ("lost", 9.0), ("late", 30.0), ("soon", 10.0)]:
