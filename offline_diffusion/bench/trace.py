@@ -120,7 +120,7 @@ def read_trace(source: str, draws: Draws | None = None, *, limit: int | None = N
                 break
             reading.take(reader.name, record)
     if reading.weights:
-        return _drawn(reading, limit, seed)
+        return _drawn(reading, draws, limit, seed)
     return reading.finish()
 
 
@@ -180,7 +180,7 @@ class _Reading:
         self.found: list[_Found] = []
         self.faults: list[RowFault] = []
         self.weights: list[float] = []
-        self._draws, self._notes = draws, notes
+        self.notes, self._draws = notes, draws
         self._builder = RowBuilder(COLUMN_MAP, [])  # its notes are of columns that are carried, none is here
         self._has_request_lines: bool | None = None
         self._has_prompt = False  # the row that is being built
@@ -215,7 +215,7 @@ class _Reading:
         if GENTD26_TIME in values:
             if self._draws.sizes is None:
                 self._draws.sizes = Mixture.default()
-                self._notes.append(DRAWN_SIZES_NOTE)
+                self.notes.append(DRAWN_SIZES_NOTE)
             return gentd26_values(values, self._draws)
         filled = with_prompt(values, self._draws)
         self._has_prompt = filled is values
@@ -272,26 +272,17 @@ class _Reading:
         ]
         requests.sort(key=lambda request: request.arrival)
         self.faults.sort(key=lambda fault: fault.row)
-        return Trace(self.source, requests, self.faults, has_times, self._notes)
-
-    @property
-    def notes(self) -> list[str]:
-        """For the trace."""
-        return self._notes
-
-    def draw_prompt(self) -> str:
-        """One for a request that is drawn."""
-        return self._draws.prompt()
+        return Trace(self.source, requests, self.faults, has_times, self.notes)
 
 
-def _drawn(reading: _Reading, limit: int | None, seed: int) -> Trace:
+def _drawn(reading: _Reading, draws: Draws, limit: int | None, seed: int) -> Trace:
     """Requests drawn from a mixture; no times."""
     mixture = reading.mixture()
     count = DEFAULT_NUM_DRAWN if limit is None else limit
     requests = []
     for number, index in enumerate(mixture.draw(count, seed)):
         kind = reading.found[index]
-        row = replace(kind.row, row=number, id=f"{number:08d}", prompt=reading.draw_prompt())
+        row = replace(kind.row, row=number, id=f"{number:08d}", prompt=draws.prompt())
         requests.append(TraceRequest(row, 0.0, kind.slo_ms))
     return Trace(reading.source, requests, (), False, reading.notes)
 

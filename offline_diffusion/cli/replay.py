@@ -25,7 +25,7 @@ from offline_diffusion.cli.text import duration, table
 from offline_diffusion.config import EngineConfig, JobConfig, make_job_config
 from offline_diffusion.errors import ConfigError, JobInterrupted
 from offline_diffusion.job_yaml import read_job_file
-from offline_diffusion.models.modes import execution_mode
+from offline_diffusion.models.modes import ExecutionMode, execution_mode
 from offline_diffusion.progress import StopFlag, plural
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from offline_diffusion.bench.session import Session
     from offline_diffusion.bench.trace import Trace
     from offline_diffusion.data.rows import RowFault
-    from offline_diffusion.engine.cost import CostModel
+    from offline_diffusion.engine.cost import CostModel, MeasuredCost
     from offline_diffusion.models.capabilities import Capabilities
 
 EXIT_SOME_FAILED = 3
@@ -81,7 +81,7 @@ def _window(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     metavar="START:END",
     help="Only what arrives within, in seconds of the trace from its first request on; before --speed.",
 )
-@job_option("--limit", "Use the first N requests only; of a mixture, draw N  (else 100).", metavar="N")
+@job_option("--limit", "Use the first N requests only; of a mixture, draw N (else 100).", metavar="N")
 @click.option(
     "--sizes", metavar="FILE", help="For requests without a size: JSON list of weighted kinds of requests."
 )
@@ -172,10 +172,11 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         if given["simulate"]:
             runs = list(_simulated(session, config, modes, capabilities, given, facts))
         else:
-            runs = list(session.real_runs(modes, on_cost=lambda _, cost, own: remember(cost, own)))
+            runs = list(session.real_runs(modes, on_cost=partial(_remember, capabilities)))
             facts["device"] = device_name(config.device)
     _show(Report(trace.source, config.model, facts, runs), given)
     if stop.requests:
+        click.echo(f"{stop.why}: stopped early; the report is of what was done until then", err=True)
         ctx.exit(JobInterrupted.exit_code)
     has_failed = any(run.numbers["failed_requests"] for run in runs)
     ctx.exit(EXIT_SOME_FAILED if faults or has_failed else 0)
@@ -281,6 +282,12 @@ def _simulated(
     return session.simulated_runs(modes, capabilities, cost, budget, given["replicas"])
 
 
+def _remember(capabilities: Capabilities, _name: str, cost: MeasuredCost, config: EngineConfig) -> None:
+    """Keeps a run's costs for plans and simulations, which are of full steps, not of serial ones."""
+    if execution_mode(config, capabilities.batch_kind) is ExecutionMode.PACKED:
+        remember(cost, config)
+
+
 def _record(config: JobConfig, path: Path | None) -> CostRecord | None:
     if path is None:
         return recall(config)
@@ -301,7 +308,8 @@ def _cost(
     from offline_diffusion.engine.cost import CostModel
 
     if record is not None:
-        return record.cost_model(), f"a cost model measured on {record.device} ({record.num_steps:,} steps)"
+        basis = f"a cost model of {record.model}, measured on {record.device} ({record.num_steps:,} steps)"
+        return record.cost_model(), basis
     rate = (tflops or ASSUMED_TFLOPS) * 1e12
     # A sequence of S tokens takes a·S + b·S².
     square = (capabilities.forward_flops(2) - 2 * capabilities.forward_flops(1)) / 2

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import statistics
+from typing import Any
 
 import pytest
-from bench_fakes import asked, engine_of, trace_of
+from bench_fakes import CAPABILITIES, asked, engine_of, trace_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offline_diffusion.bench.arrivals import arrival_times
 from offline_diffusion.bench.replay import Replay
+from offline_diffusion.bench.simulate import SimulatedClock, SimulatedEngine
+from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.cost import CostModel
 
 A_SECOND_A_STEP = CostModel(1.0, 0.0, 0.0)
@@ -134,6 +137,61 @@ def test_taking_steps_at_once_changes_nothing(jobs: list[tuple[int, int, int]], 
     replayed = Replay(engine, clock).run(trace)
     expected = brute_force([(float(at), side**2 + 1, n) for at, side, n in jobs], budget)
     assert [record.finished for record in replayed.records] == pytest.approx(expected)
+
+
+class StepByStep(SimulatedEngine):
+    """Takes no steps at once."""
+
+    def _run(self, running: Any, *, may_repeat: bool) -> None:
+        super()._run(running, may_repeat=False)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 90), st.integers(1, 4), st.integers(1, 9), st.integers(1, 300)),
+        min_size=1,
+        max_size=15,
+    ),
+    st.integers(10, 60),
+    st.sampled_from(["fifo", "pack", "shortest", "deadline"]),
+    st.sampled_from(
+        [
+            {},
+            {"batching": "same_shape"},
+            {"step_execution": False},
+            {"max_num_seqs": 1, "step_execution": False},
+        ]
+    ),
+)
+def test_under_no_policy_do_steps_taken_at_once_change_who_is_done_when(
+    jobs: list[tuple[int, int, int, int]], budget: int, policy: Any, options: dict[str, Any]
+) -> None:
+    trace = [asked(row, at, side=16 * s, steps=n) for row, (at, s, n, _) in enumerate(sorted(jobs))]
+    for request, (*_, slo_s) in zip(trace, sorted(jobs), strict=True):
+        request.slo_ms = slo_s * 1000
+    config = EngineConfig(max_num_batched_tokens=budget, scheduling_policy=policy, **options)
+    finished = []
+    for kind in (SimulatedEngine, StepByStep):
+        clock = SimulatedClock()
+        engine = kind(CAPABILITIES, config, CostModel(1, 1, 0), clock)  # whole seconds: sums are exact
+        finished.append([record.finished for record in Replay(engine, clock).run(trace).records])
+    assert finished[0] == finished[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_26_000_requests_at_a_time(rate: float) -> None:
+    """As many as GenTD26 has, nearly idle and overloaded; the runner's own timeout is the limit."""
+    rng, times = random.Random(0), arrival_times("bursty", 26_000, rate)
+    sides = rng.choices((512, 768, 1024, 1536), (15, 25, 45, 15), k=len(times))
+    cost = CostModel(0.004, 1e-5, 1.4e-10, 0.0, 6e-8, 0.002)
+    engine, clock = engine_of(cost, budget=67_584, policy="pack")
+    trace = [
+        asked(row, at, side=side, steps=30) for row, (at, side) in enumerate(zip(times, sides, strict=True))
+    ]
+    replayed = Replay(engine, clock).run(trace)
+    assert all(record.is_ok for record in replayed.records)
+    assert sum(span.num_images for span in replayed.spans) == 26_000 * 30
 
 
 @pytest.mark.parametrize("policy", ["fifo", "pack"])

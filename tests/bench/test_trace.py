@@ -345,6 +345,55 @@ def test_every_line_becomes_a_request_or_a_fault(rows: list[dict[str, Any]]) -> 
     assert [r.arrival for r in trace.requests] == sorted(r.arrival for r in trace.requests)
 
 
+cells = st.one_of(
+    st.text(max_size=8),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.sampled_from(
+        ["", "2024-11-15 16:57:50", "9999-99-99 00:00:00", "1e9", "0x10", "None", "'", '"', "(", "]"]
+    ),
+)
+
+
+def lines_told(source: str) -> set[int]:
+    trace = read_trace(source)
+    assert all(fault.reason for fault in trace.faults)
+    return {request.row.line for request in trace.requests} | {fault.line for fault in trace.faults}
+
+
+@given(st.lists(cells, min_size=11, max_size=11))
+def test_any_row_of_gentd26_is_told_by_its_line(tmp_path_factory: Any, row: list[str]) -> None:
+    line = ",".join(cell.translate({ord(c): None for c in ',"\r\n'}) for cell in row)
+    line = "".join(c for c in line if c.isprintable())
+    source = written(tmp_path_factory.mktemp("csv"), "t.csv", f"{GENTD26}{line}\n")
+    assert lines_told(source) == {2, 3, 4, 5}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["timestamp", "width", "prompt", "seed", "x"]), cells), max_size=5))
+def test_any_request_line_is_told_by_its_line(tmp_path_factory: Any, fields: list[tuple[str, str]]) -> None:
+    inner = ", ".join(f"{name}={value}" for name, value in fields)
+    inner = "".join(c for c in inner if c.isprintable())
+    text = f"Request(timestamp=1)\nRequest({inner})\n"
+    source = written(tmp_path_factory.mktemp("lines"), "t.txt", text)
+    assert lines_told(source) == {1, 2}
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@given(json_values)
+def test_any_openai_line_is_told_by_its_line(tmp_path_factory: Any, body: Any) -> None:
+    lines = [{"custom_id": "a", "body": {"prompt": "a fox"}}, {"custom_id": "b", "body": body}]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    assert lines_told(written(tmp_path_factory.mktemp("openai"), "t.jsonl", text)) == {1, 2}
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="no such file"):
         read_trace(str(tmp_path / "nothing.jsonl"))
