@@ -34,12 +34,14 @@ class _Order:
         request: What is asked for.
         on_output: Takes its outputs, in the engine's thread.
         on_decided: Told when it is at hand, or refused.
+        arrival: When it was asked for, in seconds on the engine's clock.
         refusal: Why it never will be at hand.
     """
 
     request: Request
     on_output: OnOutput
     on_decided: Callable[[], object]
+    arrival: float
     refusal: OffdiffError | None = None
 
     def hand(self, output: RequestOutput) -> None:
@@ -101,7 +103,7 @@ class AsyncEngine:
             ValueError: Another request with this id is at hand.
         """
         decided = threading.Event()
-        order = _Order(request, on_output, decided.set)
+        order = _Order(request, on_output, decided.set, self.engine.clock())
         self._ask(order)
         if not decided.wait(timeout) and self._withdraw(order):
             raise QueueFullError(
@@ -141,7 +143,8 @@ class AsyncEngine:
         try:
             for request in requests:
                 decided = asyncio.Event()
-                order = _Order(request, deliver, partial(loop.call_soon_threadsafe, decided.set))
+                on_decided = partial(loop.call_soon_threadsafe, decided.set)
+                order = _Order(request, deliver, on_decided, self.engine.clock())
                 self._ask(order)
                 unfinished[request.request_id] = order
                 await decided.wait()
@@ -261,7 +264,7 @@ class AsyncEngine:
             aborts, self._aborts = self._aborts, []
             is_closed = self._error is not None
         for order in arrivals:
-            self.engine.add_request(order.request)
+            self.engine.add_request(order.request, arrival=order.arrival)
         for order in aborts:
             if self._at_hand.get(order.request.request_id) is order:  # or else it has ended meanwhile
                 self.engine.abort(order.request.request_id)

@@ -68,15 +68,18 @@ class Engine:
         self._states = self._table.states
         interval = config.preview_interval if config.diffusion_streaming_output else None
         self._previews = Previews(self.runner, interval)
-        self._clock, self._generating = clock, False
+        self.clock, self._generating = clock, False
         self.on_start: Callable[[str], None] = lambda _: None  # gets an id before its request uses the device
 
     # --- requests in -------------------------------------------------------------------------
 
-    def add_request(self, request: Request, resume: StepState | None = None) -> None:
+    def add_request(
+        self, request: Request, resume: StepState | None = None, *, arrival: float | None = None
+    ) -> None:
         """Queues a request. A request the model cannot take comes back as a failed output.
 
         With ``resume``, from an earlier engine's `snapshot`, it goes on at its step, to the same pixels.
+        ``arrival`` is when it was asked for, in seconds on ``clock``, if that is not now.
 
         Raises:
             ValueError: Another request with this id is at hand, or ``resume`` is not of such a request.
@@ -89,7 +92,8 @@ class Engine:
             self._table.refuse(request, *fault)
             return
         try:
-            state = RequestState.of(request, self.model, self.limits, self._clock(), resume)
+            arrival = self.clock() if arrival is None else arrival
+            state = RequestState.of(request, self.model, self.limits, arrival, resume)
             entry = state.scheduled(self.model, same_shape=self._same_shape)
         except Exception as error:
             self._table.refuse(request, *row_fault(error, self.model.device))
@@ -138,7 +142,7 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """How far every unfinished request has come; between steps, without waiting for the device."""
         self._timer.settle_finished()
-        now = self._clock()
+        now = self.clock()
         return self._with_memory_back(lambda: Snapshot.of(self._states.values(), self.runner, now))
 
     # --- one iteration -----------------------------------------------------------------------
@@ -149,7 +153,7 @@ class Engine:
         self._reserve_decode_slot()
         decoding = filter(None, map(self._table.state_of, self.runner.decoding))
         self.scheduler.decoding_tokens = max((state.decode_tokens for state in decoding), default=0)
-        plan = self.scheduler.schedule(self._clock())
+        plan = self.scheduler.schedule(self.clock())
         running = [state for entry in plan.running if (state := self._ready(entry.request_id))]
         if running and self._denoise(running):
             for entry in self.scheduler.advance():
@@ -175,7 +179,7 @@ class Engine:
         if not self._prepare(state):
             return None
         if state.started is None:
-            state.started = self._clock()
+            state.started = self.clock()
             state.metrics.queue_s += state.started - state.arrival
         return state
 
@@ -291,7 +295,7 @@ class Engine:
         prepared = state.prepared
         assert prepared is not None
         assert state.started is not None
-        state.metrics.denoise_s += self._clock() - state.started
+        state.metrics.denoise_s += self.clock() - state.started
         self.runner.drop_batch()
         try:
             self._with_memory_back(lambda: self.runner.decode(prepared))

@@ -60,7 +60,7 @@ class RequestState:
         request: Request,
         model: DiffusionModel,
         limits: DeviceLimits | None,
-        now: float,
+        arrival: float,
         resume: StepState | None = None,
     ) -> RequestState:
         """Tokenizes the prompts, which decide how much of the token budget the request takes.
@@ -85,7 +85,7 @@ class RequestState:
             request,
             prompt,
             negative,
-            now,
+            arrival,
             metrics,
             share,
             sum_batch_seqs=round(metrics.mean_batch_seqs * metrics.steps_run),

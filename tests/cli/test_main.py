@@ -123,7 +123,7 @@ CONTRACT = {
         "--out --model --job --step-execution --no-step-execution --max-num-seqs --max-num-batched-tokens "
         "--request-batch-max-wait-ms --scheduling-policy --attention-backend --quantization --dtype --device "
         "--seed --shard-size --num-tasks --task-index --image-format --retry-failed --limit --max-failures "
-        "--on-bad-size --map --allow-manifest-change"
+        "--on-bad-size --map --allow-manifest-change --diffusion-streaming-output"
     ),
     "validate": "--json",
     "plan": "--model --num-tasks --json",

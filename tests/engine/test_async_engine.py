@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fakes import FakeModel, make_engine, make_request, random_requests, same_picture
+from engine_fakes import Clock, FakeModel, make_engine, make_request, random_requests, same_picture
 
 from offline_diffusion import AsyncOfflineDiffusion, SamplingParams
+from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.async_engine import AsyncEngine
+from offline_diffusion.engine.engine import Engine
 from offline_diffusion.errors import CrashError, OffdiffError, QueueFullError
 from offline_diffusion.models.base import PackedInput
 from offline_diffusion.request import Request, RequestOutput
@@ -145,6 +147,18 @@ def test_whoever_waits_for_a_place_gets_it_in_order() -> None:
         for thread in threads:
             thread.join(PATIENCE_S)
     assert order == list("01234")
+
+
+def test_time_counts_from_the_asking() -> None:
+    """Not from when the engine, busy with a step, takes a request in."""
+    clock = Clock()
+    engine = AsyncEngine(Engine(FakeModel(), EngineConfig(max_num_seqs=1), clock), threaded=False)
+    outputs: list[RequestOutput] = []
+    engine.add_request(make_request("a", num_inference_steps=1), outputs.append)
+    clock.now = 7.0
+    run_out(engine)
+    assert outputs[0].metrics.queue_s == 7.0
+    assert outputs[0].metrics.total_s == 7.0
 
 
 def test_an_id_at_hand_is_refused_and_free_again_afterwards() -> None:

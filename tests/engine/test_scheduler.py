@@ -188,6 +188,33 @@ def test_waves_are_alike_and_run_to_their_end(
         assert len({entry.num_steps for entry in pack.running}) <= 1
 
 
+@given(schedulers, traffics(num_keys=2), st.dictionaries(st.integers(0, 24), st.integers(0, 15)))
+def test_who_is_taken_out_hurts_nobody(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]], removals: dict[int, int]
+) -> None:
+    """Others run all their steps, and nobody takes a place in a wave that is on its way."""
+    scheduler, arrivals = Scheduler(**options), [(at, replace(entry)) for at, entry in traffic]
+    steps, gone, now = Counter[str](), set[str](), 0
+    while arrivals or scheduler.waiting or scheduler.running:
+        while arrivals and arrivals[0][0] <= now:
+            scheduler.add(arrivals.pop(0)[1])
+        before = {entry.request_id for entry in scheduler.running}
+        for index, at in removals.items():
+            if at == now and scheduler.remove(str(index)):
+                gone.add(str(index))
+        running = {entry.request_id for entry in scheduler.schedule(float(now)).running}
+        assert not running & gone
+        if not options["step_execution"] and before - gone:
+            assert running == before - gone
+        steps.update(running)
+        scheduler.advance()
+        now += 1
+        assert now < 20_000, "the scheduler is stuck"
+    for _, entry in traffic:
+        if entry.request_id not in gone:
+            assert steps[entry.request_id] == entry.num_steps
+
+
 def test_text_has_a_budget_of_its_own() -> None:
     scheduler = Scheduler(8, max_num_batched_tokens=1000, max_num_text_tokens=100)
     for name, num_text_tokens in [("a", 60), ("b", 40), ("c", 1), ("huge", 101), ("d", 0)]:
