@@ -187,6 +187,7 @@ class Engine:
         if state.prepared is not None:
             return True
         self.on_start(state.request.request_id)
+        self._timer.resume()
         try:
             state.prepared = self._with_memory_back(
                 lambda: self.runner.prepare(state.request, state.prompt, state.negative, state.resume)

@@ -111,6 +111,11 @@ class StepTimer:
         self._last_end: Mark | None = None
         self._num_to_warm_up = NUM_WARM_UP_STEPS
 
+    def resume(self) -> None:
+        """Work begins; after a pause time counts from here on, not only from the first step."""
+        if self._last_end is None:
+            self._last_end = self._mark()
+
     def begin(self) -> Mark:
         """The start of a step on the current stream."""
         return self._mark()
