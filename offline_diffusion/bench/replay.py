@@ -64,7 +64,7 @@ class ReplayEngine(Protocol):
     @property
     def has_unfinished(self) -> bool: ...
 
-    def add_request(self, request: Request) -> None: ...
+    def add_request(self, request: Request, *, arrival: float) -> None: ...
 
     def step(self) -> list[RequestOutput]: ...
 
@@ -141,7 +141,6 @@ class Replay:
     observer: Callable[[int], None] = lambda _: None
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
     _queued: deque[ImageTask] = field(default_factory=deque)
-    _added: dict[str, float] = field(default_factory=dict)
     _spans: list[StepSpan] = field(default_factory=list)
     _start: float = 0.0
     _num_done: int = 0
@@ -190,12 +189,9 @@ class Replay:
         """Gives the engine as many images as it looks at."""
         while self._queued and self.engine.num_waiting < MAX_QUEUED:
             image = self._queued.popleft()
-            drawn, added = image.request, self._now()
-            self._added[drawn.request_id] = added
             record = self._in_flight[image.row].record
-            if record.slo_ms is not None:  # what is left of it: the engine counts from now on
-                drawn = replace(drawn, slo_ms=record.slo_ms - (added - record.arrival) * 1000)
-            self.engine.add_request(drawn)
+            request = replace(image.request, slo_ms=record.slo_ms)
+            self.engine.add_request(request, arrival=self._start + record.arrival)
 
     def _may_come(self, request: ReplayRequest) -> bool:
         if self.max_concurrency is not None and len(self._in_flight) >= self.max_concurrency:
@@ -224,13 +220,12 @@ class Replay:
 
     def _take(self, output: RequestOutput, now: float) -> None:
         row = int(output.request_id.partition("-")[0])  # as `resolve_row` names a row's images
-        added = self._added.pop(output.request_id)
         flight, metrics = self._in_flight[row], output.metrics
         record = flight.record
         if output.status != "ok":
             record.error = f"{output.error_type}: {output.error}"
         if metrics.steps_run:
-            started = added + metrics.queue_s
+            started = record.arrival + metrics.queue_s
             record.started = started if record.started is None else min(started, record.started)
         record.encode_s = max(record.encode_s, metrics.encode_s)
         record.denoise_s = max(record.denoise_s, metrics.denoise_s)

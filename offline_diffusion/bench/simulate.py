@@ -58,7 +58,6 @@ class _Image:
         prompts: Text and tokens of each of its sequences.
         sum_squares: Squared lengths of these.
         num_pixels: That are decoded.
-        added: When it came.
         started: When its first step began.
     """
 
@@ -67,7 +66,6 @@ class _Image:
     prompts: list[tuple[str, int]]
     sum_squares: int
     num_pixels: int
-    added: float
     started: float | None = None
     encode_s: float = 0.0
 
@@ -112,14 +110,14 @@ class SimulatedEngine:
         """Whether any image waits or runs."""
         return bool(self._images)
 
-    def add_request(self, request: Request) -> None:
-        """Queues an image; text tokens are guessed from its bytes."""
+    def add_request(self, request: Request, *, arrival: float) -> None:
+        """Queues an image that was asked for at ``arrival``; text tokens are guessed from its bytes."""
         texts = [request.prompt] + ([request.negative_prompt or ""] if request.cfg_active else [])
         limit = self._capabilities.max_prompt_tokens
         prompts = [(text, min(estimate_text_tokens(text), limit)) for text in texts]
         num_image_tokens = self._capabilities.num_image_tokens(request.height, request.width)
         lengths = [num_image_tokens + num_tokens for _, num_tokens in prompts]
-        alike, now = same_shape_key(request), self._clock.now
+        alike = same_shape_key(request)
         entry = ScheduledRequest(
             request_id=request.request_id,
             num_tokens=sum(lengths),
@@ -127,12 +125,12 @@ class SimulatedEngine:
             num_text_tokens=sum(num_tokens for _, num_tokens in prompts),
             batch_key=alike if self._only_alike else None,
             wave_key=(alike, request.num_inference_steps),
-            arrival=now,
-            deadline=math.inf if request.slo_ms is None else now + request.slo_ms / 1000,
+            arrival=arrival,
+            deadline=math.inf if request.slo_ms is None else arrival + request.slo_ms / 1000,
         )
         squares = sum(length * length for length in lengths)
         pixels = request.height * request.width
-        self._images[request.request_id] = _Image(request, entry, prompts, squares, pixels, now)
+        self._images[request.request_id] = _Image(request, entry, prompts, squares, pixels)
         self.scheduler.add(entry)
 
     def step(self) -> list[RequestOutput]:
@@ -197,10 +195,10 @@ class SimulatedEngine:
             cfg_active=image.request.cfg_active,
             num_tokens=image.entry.num_tokens,
             steps_run=image.request.num_inference_steps,
-            queue_s=image.started - image.added,
+            queue_s=image.started - image.entry.arrival,
             encode_s=image.encode_s,
             denoise_s=now - decode_s - image.started,
             decode_s=decode_s,
-            total_s=now - image.added,
+            total_s=now - image.entry.arrival,
         )
         return RequestOutput(image.request, "ok", metrics=metrics)

@@ -110,7 +110,7 @@ class FailingEngine:
         self.stats, self.has_unfinished, self.num_waiting = self.inner.stats, True, 0
         self._added: list[RequestOutput] = []
 
-    def add_request(self, request: object) -> None:
+    def add_request(self, request: object, *, arrival: float) -> None:
         ok = request.request_id.endswith("-0")  # type: ignore[attr-defined]
         metrics = RequestMetrics(steps_run=1 if ok else 0)
         status = "ok" if ok else "failed"

@@ -96,6 +96,25 @@ def test_the_earliest_deadline_goes_first_and_counts_from_the_arrival() -> None:
     assert all(record.met_slo for record in records)
 
 
+def test_who_waits_before_the_engine_ages_all_the_same() -> None:
+    """More than the engine looks at: each still counts from its own arrival."""
+    trace = [*(asked(row, 0.0) for row in range(300)), asked(300, 5.0)]
+    for request in trace:
+        request.slo_ms = 400_000
+    engine, clock = engine_of(A_SECOND_A_STEP, seqs=1, policy="shortest")
+    seen = {}
+    add = engine.scheduler.add
+
+    def adding(entry: Any) -> None:
+        seen[entry.request_id] = (entry.arrival, entry.deadline)
+        add(entry)
+
+    engine.scheduler.add = adding  # type: ignore[method-assign]
+    Replay(engine, clock).run(trace)
+    assert seen["299-0"] == (0.0, 400.0)
+    assert seen["300-0"] == (5.0, 405.0)
+
+
 def test_constants_are_those_of_the_engine() -> None:
     from offline_diffusion.bench import simulate
     from offline_diffusion.engine import engine, prompt_cache
