@@ -141,7 +141,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     vLLM-Omni has them, a JSON list of weighted kinds of requests, or GenTD26's lora_request_trace.csv.
     Images are drawn and dropped. The exit code is 3 when lines of the trace are faulty.
 
-    \\b
+    \b
     Example:
       offdiff replay traces/traffic.jsonl
       offdiff replay traces/kinds.json --arrivals poisson --request-rate 4 --simulate
