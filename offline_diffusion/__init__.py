@@ -9,14 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offline_diffusion.engine.offline import OfflineDiffusion
+    from offline_diffusion.engine.offline import AsyncOfflineDiffusion, OfflineDiffusion
     from offline_diffusion.request import Request, RequestOutput, SamplingParams
 
     __version__: str
 
-__all__ = ["OfflineDiffusion", "Request", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "AsyncOfflineDiffusion",
+    "OfflineDiffusion",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _MODULE_OF = {
+    "AsyncOfflineDiffusion": "offline_diffusion.engine.offline",
     "OfflineDiffusion": "offline_diffusion.engine.offline",
     "Request": "offline_diffusion.request",
     "RequestOutput": "offline_diffusion.request",

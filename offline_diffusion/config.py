@@ -19,6 +19,8 @@ MAX_SHOWN_CHARS = 200
 AttentionBackendName = Literal["auto", "fa3", "flash_attn", "torch_varlen", "sdpa"]
 ImageFormat = Literal["png", "jpeg", "webp"]
 OnBadSize = Literal["error", "round", "crop"]
+SchedulingPolicy = Literal["fifo", "pack", "shortest", "deadline"]
+Batching = Literal["auto", "packed", "same_shape"]
 
 IMAGE_LEVELS: dict[ImageFormat, range] = {"png": range(1, 10), "jpeg": range(1, 101), "webp": range(7)}
 """Values of ``image_level``: JPEG's quality; for PNG and WebP, which lose nothing, time spent on size."""
@@ -70,6 +72,12 @@ class EngineConfig(Options):
     ``max_num_batched_tokens`` counts image and text tokens of all sequences of a step (both
     guidance branches of a guided request); a single larger request still runs, alone. None is what the
     device does best, measured when the engine starts; on a CPU `DEFAULT_MAX_NUM_BATCHED_TOKENS`.
+
+    ``batching`` says who may share a step: ``packed`` anyone, ``same_shape`` only requests of one size,
+    guidance and adapter, ``auto`` what the family does best. With ``step_execution`` and ``max_num_seqs`` it
+    names the execution mode, see `models.modes`.
+
+    ``diffusion_streaming_output`` yields a preview of every unfinished image each ``preview_interval`` steps.
     """
 
     model: str = DEFAULT_MODEL
@@ -77,12 +85,22 @@ class EngineConfig(Options):
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     step_execution: bool = True
+    batching: Batching = "auto"
     max_num_seqs: int = Field(default=128, ge=1)
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     request_batch_max_wait_ms: float = Field(default=0.0, ge=0)
-    scheduling_policy: Literal["fifo", "pack"] = "pack"
+    diffusion_streaming_output: bool = False
+    preview_interval: int = Field(default=10, ge=1)
+    scheduling_policy: SchedulingPolicy = "pack"
     attention_backend: AttentionBackendName = "auto"
     quantization: Literal["none", "fp8", "int8"] = "none"
+
+    @pydantic.field_validator("diffusion_streaming_output")
+    @classmethod
+    def _of_steps(cls, value: bool, info: pydantic.ValidationInfo) -> bool:
+        if value and info.data.get("step_execution") is False:
+            raise ValueError("needs step execution: leave --no-step-execution away")
+        return value
 
 
 class JobConfig(EngineConfig):

@@ -6,9 +6,11 @@
     ├── UsageError                exit 2: an option, a job file or an argument is wrong
     │   └── ConfigError           an option's or a job file's value
     ├── ManifestError             exit 1: a fault of a whole file (a faulty row is data: ``RowFault``)
+    ├── TraceError                exit 1: a trace of traffic cannot be replayed
     ├── ModelError                exit 1: a checkpoint cannot be loaded
     │   └── UnsupportedModelError the checkpoint's config turns on what this version lacks
     ├── BackendError              exit 1: an attention or quantization backend does not work here
+    ├── QueueFullError            a running engine has as many requests at hand as it may
     ├── JobError                  exit 1: the output folder or the job cannot go on
     │   ├── JobMismatchError      the folder belongs to another manifest, model or pixel option
     │   ├── CrashError            drawing broke the engine or its device; a launcher starts the worker again
@@ -58,6 +60,10 @@ class ManifestError(OffdiffError):
     """A manifest file as a whole cannot be used."""
 
 
+class TraceError(OffdiffError):
+    """A trace of traffic cannot be replayed."""
+
+
 class ModelError(OffdiffError):
     """A checkpoint cannot be loaded."""
 
@@ -68,6 +74,10 @@ class UnsupportedModelError(ModelError):
 
 class BackendError(OffdiffError):
     """A backend that was asked for does not work on this machine."""
+
+
+class QueueFullError(OffdiffError):
+    """A running engine has as many requests at hand as it may, and none finished in time."""
 
 
 class JobError(OffdiffError):

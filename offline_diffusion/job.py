@@ -14,30 +14,31 @@ from offline_diffusion.data.card import write_card
 from offline_diffusion.data.deaths import FlightLog, forget_deaths, sweep_flights
 from offline_diffusion.data.disk_full import Patience
 from offline_diffusion.data.failures import FailuresElsewhere
-from offline_diffusion.data.layout import PROFILE
+from offline_diffusion.data.files import delete
+from offline_diffusion.data.layout import PREVIEWS, PROFILE
 from offline_diffusion.data.ledger import Ledger
 from offline_diffusion.data.marker import Marker
 from offline_diffusion.data.plan import assign_shards
+from offline_diffusion.data.previews import PreviewFolder
 from offline_diffusion.data.process import new_worker_name
 from offline_diffusion.data.quick_check import broken_lines, find_broken
 from offline_diffusion.data.retries import drop_old_notes, numbers_at_begin, tell_workers, told_to_workers
 from offline_diffusion.data.scan import ManifestIndex
 from offline_diffusion.data.shard_queue import LOOK_INTERVAL_S, ShardQueue, claims_of
 from offline_diffusion.data.sink import Sink
+from offline_diffusion.draw_loop import DrawLoop
 from offline_diffusion.engine.cost import MeasuredCost, measured_cost
-from offline_diffusion.engine.scheduler import LOOK_AHEAD
 from offline_diffusion.engine_watch import EngineWatch
 from offline_diffusion.errors import CrashError, OffdiffError
 from offline_diffusion.feed import Feed, row_defaults, unfinished_shards
 from offline_diffusion.models.registry import Checkpoint
 from offline_diffusion.preparation import Preparation, Prepared
-from offline_diffusion.progress import Observer, Phase, Progress, Say, StopFlag, Tally, check_faults, plural
+from offline_diffusion.progress import Observer, Progress, Say, StopFlag, Tally, check_faults, plural
 from offline_diffusion.pulse import Pulse, hung_line
-from offline_diffusion.request import RequestOutput
 from offline_diffusion.stages import NO_STAGES, Stages
 from offline_diffusion.step_saver import StepSaver, latents_shape
 from offline_diffusion.summary import JobSummary, summary_of_task
-from offline_diffusion.time_limit import REASON, TimeLimit
+from offline_diffusion.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from offline_diffusion.engine.engine import Engine
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 __all__ = ["JobSummary", "Progress", "StopFlag", "row_defaults", "run_task"]
 
-PROGRESS_INTERVAL_S = 0.25
 NUM_ENCODE_THREADS = min(8, os.cpu_count() or 1)
 
 MakeEngine = Callable[[JobConfig, Checkpoint], "Engine"]
@@ -118,6 +118,10 @@ def _ignore(_: object) -> None:
     pass
 
 
+def _nothing() -> None:
+    pass
+
+
 def _load_engine(config: JobConfig, checkpoint: Checkpoint) -> Engine:
     from offline_diffusion.engine.engine import Engine
     from offline_diffusion.models.loader import load_model
@@ -139,7 +143,6 @@ class _Task:
     profiler: Profiler | None = None
     cost: MeasuredCost | None = None
     worker: str = field(default_factory=new_worker_name)
-    _last_report: float = 0.0
 
     def __post_init__(self) -> None:
         self.time_limit = TimeLimit(self.config.time_limit)
@@ -190,6 +193,7 @@ class _Task:
             finished = self._work(prepared, queue, self._failures_elsewhere(prepared, todo))
         self.patience.do(lambda: write_card(ledger))
         if ledger.finish():
+            delete(ledger.out / PREVIEWS)  # of images that other runs finished, without
             drop_old_notes(ledger.out, lambda: any(m.has_failures for m in ledger.markers().values()))
         forget_deaths(ledger.out, ledger.publications.numbers(), config.shard_size)
         covered = sorted({*share, *queue.taken})
@@ -279,13 +283,25 @@ class _Task:
             say=self.say,
         )
         engine.on_start = feed.on_start
-        watch = EngineWatch(flights, self.pulse)
+        loop = DrawLoop(
+            engine=engine,
+            feed=feed,
+            sink=sink,
+            watch=EngineWatch(flights, self.pulse),
+            previews=PreviewFolder(ledger.out / PREVIEWS, self.say),
+            tally=self.tally,
+            time_limit=self.time_limit,
+            stop=self.stop,
+            say=self.say,
+            observer=self.observer,
+            stages=self.stages,
+            on_step=_nothing if self.profiler is None else self.profiler.next_step,
+        )
         finished = has_crashed = False
         try:
             signals = flights.catching_crashes() if self.own_process else contextlib.nullcontext()
-            with watch.watching(), signals:
-                finished = self._loop(engine, feed, sink, watch)
-                self._report("finishing", engine)
+            with loop.watch.watching(), signals:
+                finished = loop.run()
                 self.cost = measured_cost(engine)
         except CrashError as error:
             has_crashed = True  # nothing of the engine can be saved
@@ -301,6 +317,7 @@ class _Task:
             told = contextlib.suppress(Exception) if has_crashed else contextlib.nullcontext()
             with told, contextlib.ExitStack() as ends:  # all of them, the last one first, whatever fails
                 ends.callback(queue.close)
+                ends.callback(loop.previews.close)
                 ends.callback(saver.close)
                 ends.callback(sink.close, abandon=not finished)
                 if not finished and ledger.remote is not None:  # before it says that others may go on
@@ -323,76 +340,4 @@ class _Task:
             say=self.say,
             stages=self.stages,
             gets_on=self.pulse.gets_on,
-        )
-
-    def _loop(self, engine: Engine, feed: Feed, sink: Sink, watch: EngineWatch) -> bool:
-        """Steps until the shards are done, True, or the stop flag or the time left ends it early, False."""
-        while engine.has_unfinished or (feed.open and not feed.num_dropped):
-            if self.stop.requests:
-                self._stop(engine, feed, sink, watch)
-                break
-            self._admit(engine, feed)
-            for output in watch.call(engine.step):
-                self._take(output, feed, sink)
-            feed.check_failures()  # others' may be too many, too
-            feed.saver.tick(engine, feed.pending)
-            if self.profiler is not None:
-                self.profiler.next_step()
-            self._report("running", engine)
-        return not feed.open and not feed.pending and not feed.num_dropped
-
-    def _admit(self, engine: Engine, feed: Feed) -> None:
-        """Fills the engine's queue, but for what cannot be finished in the time left."""
-        for _ in range(LOOK_AHEAD - engine.num_waiting):
-            if feed.open and not feed.num_dropped:
-                with self.stages.stage("read"):
-                    feed.add_to(engine)
-        if not self.time_limit.is_known:
-            return
-        for entry in list(engine.scheduler.waiting):
-            if self.time_limit.is_too_late_for(entry.num_steps):
-                if not feed.num_dropped:
-                    self.say(f"{REASON}: too little time is left to begin more images")
-                feed.num_dropped += 1
-                engine.abort(entry.request_id)
-
-    def _stop(self, engine: Engine, feed: Feed, sink: Sink, watch: EngineWatch) -> None:
-        """Keeps what is done: images past their last step, and of the others how far they have come."""
-        if self.stop.requests > 1:
-            self.say(f"{self.stop.why}: stopping without saving unfinished images")
-            return
-        count = plural(engine.num_running, "unfinished image")
-        self.say(f"{self.stop.why}: saving {count} at their step; once more to stop without saving")
-        for output in watch.call(engine.finish_decoding):
-            self._take(output, feed, sink)
-        feed.saver.save_now(engine, feed.pending)
-
-    def _take(self, output: RequestOutput, feed: Feed, sink: Sink) -> None:
-        is_drawn = output.status != "aborted"
-        shard_index, image = feed.take_back(output.request_id, is_drawn=is_drawn)
-        if not is_drawn:
-            return
-        if output.status == "ok":
-            self.time_limit.learn(output.metrics)
-        sink.submit(shard_index, image, output)
-        self.tally.num_ok += output.status == "ok"
-        self.tally.num_failed += output.status == "failed"
-        self.tally.num_truncated += output.metrics.truncated_tokens > 0
-        self.tally.work_done += feed.work(image)
-        feed.check_failures()
-
-    # --- telling -----------------------------------------------------------------------------
-
-    def _report(self, phase: Phase, engine: Engine) -> None:
-        now = time.monotonic()
-        if phase == "running" and now - self._last_report < PROGRESS_INTERVAL_S:
-            return
-        self._last_report = now
-        self.observer(
-            self.tally.progress(
-                phase,
-                step_fill=engine.stats.step_fill,
-                num_running=engine.num_running,
-                num_waiting=engine.num_waiting,
-            )
         )

@@ -19,6 +19,7 @@ from offline_diffusion.data.work import ShardCosts, WorkMeter
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.feed import row_defaults
 from offline_diffusion.identity import job_identity
+from offline_diffusion.models.modes import check_mode
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 from offline_diffusion.progress import Observer, Progress, Say, StopFlag
 from offline_diffusion.stages import Stages
@@ -94,6 +95,7 @@ class Preparation:
         config = self.config
         manifest = manifest_of(config, say=self.say, stopped=lambda: self.stop.requests > 0)
         checkpoint = find_checkpoint(config.model, config.revision)
+        check_mode(config, checkpoint.capabilities)
         ledger = ledger_of(config, say=self.say, stop=self.stop)
         index_folder = ledger.out / "_state" / "manifest"
         index = self._index(manifest, index_folder, checkpoint)

@@ -30,6 +30,7 @@ class SamplingParams:
         num_images_per_prompt: Images of this prompt; image *k* is drawn with ``seed + k`` (mod 2⁶⁴).
         lora: Adapter name or path.
         lora_scale: Strength of the adapter.
+        slo_ms: Within how many milliseconds of its arrival it should be done, for the policy ``deadline``.
 
     Raises:
         ValueError: A value is outside its range; the message names the field.
@@ -45,6 +46,7 @@ class SamplingParams:
     num_images_per_prompt: int = 1
     lora: str | None = None
     lora_scale: float = 1.0
+    slo_ms: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_images_per_prompt is None:
@@ -64,6 +66,8 @@ class SamplingParams:
             raise ValueError(f"seed must be an integer from 0 to 2**64-1, got {seed!r}")
         if not _is_finite(self.lora_scale):
             raise ValueError(f"lora_scale must be a finite number, got {self.lora_scale!r}")
+        if self.slo_ms is not None and not (_is_finite(self.slo_ms) and self.slo_ms > 0):
+            raise ValueError(f"slo_ms must be a finite number above 0, got {self.slo_ms!r}")
         for name, text in (("negative_prompt", self.negative_prompt), ("lora", self.lora)):
             if text is not None and not isinstance(text, str):
                 raise ValueError(f"{name} must be a string or None, got {text!r}")
@@ -100,6 +104,7 @@ class Request:
     guidance_scale: float | None = None
     lora: str | None = None
     lora_scale: float = 1.0
+    slo_ms: float | None = None
 
     @property
     def cfg_active(self) -> bool:
@@ -108,6 +113,7 @@ class Request:
 
 
 FinishReason = Literal["ok", "failed", "aborted"]
+Status = Literal[FinishReason, "running"]
 
 
 @dataclass(slots=True)
@@ -152,23 +158,31 @@ class StepState:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request.
+    """A finished request, or a preview of an unfinished one.
 
     Args:
         request: What was asked.
-        status: ``ok``, ``failed`` (``error_type`` and ``error`` say why) or ``aborted``.
-        pixels: Decoded image, uint8 ``[height, width, 3]`` RGB; None unless ``ok``.
-        metrics: What it cost.
-        error_type: ``nan``, ``out_of_memory``, ``model_error`` or ``invalid_request``.
+        status: ``ok``, ``failed`` (``error_type`` and ``error`` say why) or ``aborted``; ``running`` is a
+            preview, and more of the request follows.
+        pixels: Decoded image, uint8 ``[height, width, 3]`` RGB; None unless ``ok`` or ``running``.
+        metrics: What it cost, of a preview so far.
+        error_type: ``nan``, ``out_of_memory``, ``model_error``, ``invalid_request`` or ``crash``.
         error: The message.
+        step_index: Steps done, earlier runs included.
     """
 
     request: Request
-    status: FinishReason
+    status: Status
     pixels: np.ndarray | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error_type: str | None = None
     error: str | None = None
+    step_index: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """False of a preview."""
+        return self.status != "running"
 
     @property
     def request_id(self) -> str:

@@ -68,7 +68,7 @@ class CountingEngine(Engine):
         self.on_step(self)
         outputs = super().step()
         for output in outputs:
-            if output.status != "aborted":
+            if output.status not in ("aborted", "running"):
                 self.finished[output.request.prompt] += 1
         return outputs
 

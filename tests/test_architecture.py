@@ -25,8 +25,12 @@ WITHOUT_TORCH = (
     "engine_watch",
     "data",
     "engine.scheduler",
+    "engine.policies",
+    "models.modes",
+    "draw_loop",
     "engine.cost",
     "launch",
+    "bench",
     "cli",
 )
 

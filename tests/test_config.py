@@ -79,7 +79,11 @@ def test_options_cannot_be_changed() -> None:
     [
         ("max_num_seqs", 0, "max_num_seqs: Input should be greater than or equal to 1, got 0"),
         ("max_num_batched_tokens", "many", "max_num_batched_tokens: Input should be a valid integer"),
-        ("scheduling_policy", "best", "scheduling_policy: Input should be 'fifo' or 'pack', got 'best'"),
+        (
+            "scheduling_policy",
+            "best",
+            "scheduling_policy: Input should be 'fifo', 'pack', 'shortest' or 'deadline'",
+        ),
         ("quantization", "fp4", "quantization: Input should be 'none', 'fp8' or 'int8', got 'fp4'"),
         ("request_batch_max_wait_ms", -1, "request_batch_max_wait_ms: Input should be greater"),
         ("seed", 2**64, "seed: Input should be less than or equal to 18446744073709551615"),
@@ -157,7 +161,13 @@ def test_a_faulty_format_is_the_only_fault() -> None:
         job(image_format="bmp", image_level=500)
 
 
-TRUTH_VALUES = {"step_execution", "retry_failed", "allow_manifest_change", "profile"}
+TRUTH_VALUES = {
+    "step_execution",
+    "diffusion_streaming_output",
+    "retry_failed",
+    "allow_manifest_change",
+    "profile",
+}
 
 
 @pytest.mark.parametrize("name", sorted(set(JobConfig.model_fields) - TRUTH_VALUES))
@@ -198,6 +208,7 @@ def test_options_that_a_resume_compares_exist() -> None:
 def test_options_that_cannot_change_a_pixel_may_differ_on_resume() -> None:
     free = set(JobConfig.model_fields) - set(PIXEL_OPTIONS) - set(LAYOUT_OPTIONS)
     assert {"max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "step_execution"} <= free
+    assert {"batching", "diffusion_streaming_output", "preview_interval"} <= free
     assert {"num_tasks", "task_index", "device", "max_failures", "retry_failed", "profile"} <= free
 
 

@@ -19,7 +19,7 @@ from job_fakes import (
     write_jsonl,
 )
 
-from offline_diffusion import job
+from offline_diffusion import draw_loop
 from offline_diffusion.cli.main import main
 from offline_diffusion.data import failures
 from offline_diffusion.data.verify import verify
@@ -249,7 +249,7 @@ def test_a_worker_without_failures_stops_for_those_of_others(
 ) -> None:
     monkeypatch.setattr(failures, "LOOK_INTERVAL_S", 0.0)
     monkeypatch.setattr(failures, "MAX_SHARE", 1.0)
-    monkeypatch.setattr(job, "LOOK_AHEAD", 2)  # so that not all shards are its own at once
+    monkeypatch.setattr(draw_loop, "LOOK_AHEAD", 2)  # so that not all shards are its own at once
     out, options = tmp_path / "out", {"shard_size": 2, "max_num_seqs": 2} | SMALL
     (tmp_path / "other").mkdir()
     Runner(FailingModel(loaded_model())).run(manifest, tmp_path / "other" / "out", **options)

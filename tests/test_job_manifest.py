@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from job_fakes import SMALL, Runner, at_step, make_rows, pixels_by_key, read_table, write_jsonl
 
-from offline_diffusion import job
+from offline_diffusion import draw_loop
 from offline_diffusion.data.readers.files import DataFile
 from offline_diffusion.data.verify import verify
 from offline_diffusion.errors import JobInterrupted, ManifestError
@@ -26,7 +26,7 @@ Change = Callable[[Path], Any]
 @pytest.fixture(autouse=True)
 def little_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are read shortly before they are drawn, as in a manifest of many."""
-    monkeypatch.setattr(job, "LOOK_AHEAD", 2)
+    monkeypatch.setattr(draw_loop, "LOOK_AHEAD", 2)
 
 
 def make_manifest(path: Path) -> Path:

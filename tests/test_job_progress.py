@@ -16,7 +16,7 @@ from offline_diffusion.progress import Tally
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress is told after each step, however quick."""
-    monkeypatch.setattr("offline_diffusion.job.PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr("offline_diffusion.draw_loop.PROGRESS_INTERVAL_S", 0.0)
 
 
 def run(manifest: Path, out: Path, **options: Any) -> list[Progress]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job_fakes import SMALL, CountingEngine, Runner, make_rows, pixels_by_key, write_jsonl
 
-from offline_diffusion import job, pulse
+from offline_diffusion import draw_loop, job, pulse
 from offline_diffusion.config import make_job_config
 from offline_diffusion.data import claims, heartbeat, shard_queue
 from offline_diffusion.data import sink as sink_module
@@ -74,7 +74,7 @@ def test_a_claim_is_held_until_the_files_are_in_their_places(
         real(self, staged, marker)
 
     monkeypatch.setattr(Publications, "move", slow_move)
-    monkeypatch.setattr(job, "LOOK_AHEAD", 2)
+    monkeypatch.setattr(draw_loop, "LOOK_AHEAD", 2)
     assert Runner().run(manifest, out, **OPTIONS).num_ok == NUM_ROWS
     assert "shard-00000.000000.json" in claims[0]
     assert len(claims[0]) > 4

@@ -15,7 +15,7 @@ import pytest
 from job_fakes import CountingEngine, OnStep, Runner, at_step, make_rows, read_table, write_jsonl
 from safetensors import safe_open
 
-from offline_diffusion import job
+from offline_diffusion import draw_loop
 from offline_diffusion.data import step_checkpoint
 from offline_diffusion.data.layout import Shard
 from offline_diffusion.data.sink import Sink
@@ -185,7 +185,7 @@ def test_what_waits_keeps_its_steps_through_later_checkpoints(
     first.on_step = stop_at_step(stop, 4)
     first.run(manifest, tmp_path, stop=stop, **OPTIONS)
     assert saved(tmp_path) == {"0-0": 4, "1-0": 4, "1-1": 4}
-    monkeypatch.setattr("offline_diffusion.job.LOOK_AHEAD", look_ahead)
+    monkeypatch.setattr("offline_diffusion.draw_loop.LOOK_AHEAD", look_ahead)
     (one,) = step_files(tmp_path)
     run_until_killed(manifest, tmp_path, first_step + 1, checkpoint_interval=1e-6, max_num_seqs=1)
     assert saved(tmp_path) == {"0-0": 5, "1-0": 4, "1-1": 4}
@@ -253,7 +253,7 @@ def test_a_failure_saves_too(
     manifest: Path, whole: dict[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest is gone when its second part is wanted: what runs is kept for when it is back."""
-    monkeypatch.setattr(job, "LOOK_AHEAD", 1)
+    monkeypatch.setattr(draw_loop, "LOOK_AHEAD", 1)
     rows = manifest.read_bytes()
     own, out = tmp_path / "m.jsonl", tmp_path / "out"
     own.write_bytes(rows)
@@ -355,7 +355,7 @@ def test_published_shards_are_let_go(
 
     runner.on_step = on_step
     options = OPTIONS | {"shard_size": 1, "num_inference_steps": 2, "max_num_seqs": 1}
-    monkeypatch.setattr("offline_diffusion.job.LOOK_AHEAD", 1)
+    monkeypatch.setattr("offline_diffusion.draw_loop.LOOK_AHEAD", 1)
     runner.run(manifest, tmp_path, checkpoint_interval=interval, **options)
     assert max(known) <= 5 < NUM_IMAGES - 1
     assert savers[0]._open == {}

@@ -90,7 +90,7 @@ def test_a_job_out_of_time_saves_its_images_and_goes_on_later(tmp_path: Path) ->
 def test_nothing_is_begun_that_would_be_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short images tell how long a step takes: the long ones that wait are left to the next run, unread."""
     rows = make_rows(30)
-    monkeypatch.setattr("offline_diffusion.job.LOOK_AHEAD", 4)
+    monkeypatch.setattr("offline_diffusion.draw_loop.LOOK_AHEAD", 4)
     add_request, added = CountingEngine.add_request, []
 
     def add(self: CountingEngine, request: Any, *others: Any) -> None:

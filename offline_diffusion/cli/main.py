@@ -19,6 +19,7 @@ COMMANDS = {
     "status": "Show how far a job is, from its output folder alone, or its URL.",
     "verify": "Read every shard again and check that nothing is broken, missing or twice.",
     "submit": "Write a job as a batch script for a cluster, and submit it.",
+    "replay": "Replay a trace of traffic, or simulate it, and report throughput and latency.",
     "models": "List the model families and the backends that work here.",
 }
 """Command → its line in ``offdiff --help``. Its module is imported only when it is invoked."""
@@ -27,8 +28,8 @@ COMMANDS = {
 MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM)
 """Of a disk, wherever it is met: no fault of this program, so no traceback."""
 
-STOPPABLE = "run"
-"""The command that ends in good order on a signal."""
+STOPPABLE = ("run", "replay")
+"""The commands that end in good order on a signal."""
 
 
 def shown(error: OffdiffError) -> click.ClickException:
@@ -58,7 +59,7 @@ class LazyGroup(click.Group):
             close = did_you_mean(args[0], COMMANDS)
             hint = f"did you mean {close!r}?" if close else f"commands: {', '.join(COMMANDS)}"
             raise click.UsageError(f"no such command {args[0]!r}\nhint: {hint}", ctx)
-        if args[:1] == [STOPPABLE]:
+        if args and args[0] in STOPPABLE:
             # Before its module is imported: that takes a while, and a signal must not be lost in it.
             stop = ctx.meta[STOP_KEY] = StopFlag()
             ctx.with_resource(stop_on_signals(stop))

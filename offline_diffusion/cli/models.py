@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from enum import Enum
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from offline_diffusion.cli.options import build_model, model_options
 from offline_diffusion.cli.text import table
 from offline_diffusion.config import EngineConfig
+
+if TYPE_CHECKING:
+    from offline_diffusion.models.registry import Family
 
 
 @click.command("models")
@@ -37,15 +40,14 @@ def command(as_json: bool, **given: Any) -> None:
 def _collect(model: str, revision: str | None) -> dict[str, Any]:
     from offline_diffusion.attention.backends import available_backends
     from offline_diffusion.models.loader import resolve_device, resolve_dtype
+    from offline_diffusion.models.modes import ExecutionMode
     from offline_diffusion.models.registry import FAMILIES, capabilities_for
 
     device = resolve_device("auto")
     dtype = resolve_dtype("auto", device)
     return {
-        "families": [
-            {"name": f.name, "pipeline": f.pipeline, "batching": f.batch_kind.value, "example": f.example}
-            for f in FAMILIES
-        ],
+        "families": [_family(family) for family in FAMILIES],
+        "execution_modes": {mode.value: mode.options for mode in ExecutionMode},
         "model": model,
         "capabilities": dataclasses.asdict(capabilities_for(model, revision)),
         "device": str(device),
@@ -55,13 +57,45 @@ def _collect(model: str, revision: str | None) -> dict[str, Any]:
     }
 
 
+def _family(family: Family) -> dict[str, Any]:
+    """``modes`` has for each execution mode why the family cannot do it, or None."""
+    from offline_diffusion.models.modes import ExecutionMode, mode_fault
+
+    return {
+        "name": family.name,
+        "pipeline": family.pipeline,
+        "batching": family.batch_kind.value,
+        "example": family.example,
+        "modes": {mode.value: mode_fault(mode, family.batch_kind) for mode in ExecutionMode},
+    }
+
+
 def _plain(value: object) -> object:
     return value.value if isinstance(value, Enum) else str(value)
 
 
+def _print_modes(report: dict[str, Any]) -> None:
+    """Which execution modes each family can do, why not, and how to ask for them."""
+    modes = report["execution_modes"]
+    cells = [
+        [family["name"], *("yes" if family["modes"][mode] is None else "no" for mode in modes)]
+        for family in report["families"]
+    ]
+    click.echo(table(["execution mode of", *modes], cells))
+    for family in report["families"]:
+        for mode, fault in family["modes"].items():
+            if fault is not None:
+                click.echo(f"  {family['name']} cannot do {mode}: {fault}")
+    for mode, options in modes.items():
+        click.echo(f"  {mode:<13} {options}")
+
+
 def _print_report(report: dict[str, Any]) -> None:
-    families = [list(family.values()) for family in report["families"]]
-    click.echo(table(["family", "pipeline", "batching", "example"], families))
+    columns = ["name", "pipeline", "batching", "example"]
+    families = [[family[column] for column in columns] for family in report["families"]]
+    click.echo(table(["family", *columns[1:]], families))
+    click.echo()
+    _print_modes(report)
     capabilities = [[name, str(_plain(value))] for name, value in report["capabilities"].items()]
     click.echo()
     click.echo(table([f"capability of {report['model']}", "value"], capabilities))

@@ -170,7 +170,16 @@ def schedule_options(command: Command) -> Command:
             "--step-execution",
             "Requests join and leave between steps; off, they run in waves (request mode).",
         ),
-        job_option("--scheduling-policy", "Admit in order, or look ahead to fill steps."),
+        job_option(
+            "--batching",
+            "Who may share a step: packed: anyone; same_shape: images of one size, guidance and adapter; "
+            "auto: the best that the model can do. See `offdiff models`.",
+        ),
+        job_option(
+            "--scheduling-policy",
+            "Who goes first: fifo is in order; pack fills steps; shortest is the least work, by and by also "
+            "who has waited long; deadline is the earliest (Python and replay).",
+        ),
     )(command)
 
 

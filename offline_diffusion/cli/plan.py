@@ -95,7 +95,7 @@ def command(as_json: bool, tflops: float | None, **given: Any) -> None:
     estimate = _estimate(tflops, record)
     budget_basis = "as given"
     if config.max_num_batched_tokens is None:
-        budget, budget_basis = _likely_budget(record)
+        budget, budget_basis = likely_budget(record)
         config = config.model_copy(update={"max_num_batched_tokens": budget})
     plan = _scan(config)
     if as_json:
@@ -104,7 +104,7 @@ def command(as_json: bool, tflops: float | None, **given: Any) -> None:
         click.echo(_to_text(config, plan, estimate, budget_basis))
 
 
-def _likely_budget(record: CostRecord | None) -> tuple[int, str]:
+def likely_budget(record: CostRecord | None) -> tuple[int, str]:
     """What `run` would measure at start, and why that is believed."""
     if record is not None and not record.budget_was_given:
         return record.max_num_batched_tokens, "as the last run measured it"
@@ -137,7 +137,7 @@ def _scan(config: JobConfig) -> Plan:
         shard_size=config.shard_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        look_ahead=LOOK_AHEAD if config.scheduling_policy == "pack" and config.step_execution else 1,
+        look_ahead=LOOK_AHEAD if config.scheduling_policy != "fifo" and config.step_execution else 1,
         shares=shares,
         image_format=config.image_format,
     )
@@ -219,7 +219,9 @@ def _summary(config: JobConfig, plan: Plan, estimate: Estimate, budget_basis: st
 
 
 def _simulated(config: JobConfig) -> str:
-    return "simulated" if config.step_execution else "simulated in step mode; waves take more"
+    if not config.step_execution:
+        return "simulated in step mode; waves take more"
+    return "simulated as packed; same_shape takes more" if config.batching == "same_shape" else "simulated"
 
 
 def _first(counts: dict[str, int]) -> list[tuple[str, int]]:

@@ -53,6 +53,11 @@ engine_options = together(
     ),
     job_option("--attention-backend", "See `offdiff models`."),
     compute_options,
+    job_option(
+        "--diffusion-streaming-output",
+        "Show unfinished images: their latest previews are JPEG files in the output's _state/previews.",
+    ),
+    job_option("--preview-interval", "Denoise steps of an image between two previews.", metavar="N"),
 )
 
 task_options = together(

@@ -12,10 +12,12 @@ from typing import overload
 
 IMAGES, METRICS, FAILURES, STATE = "images", "metrics", "failures", "_state"
 TABLES = (IMAGES, METRICS, FAILURES)
-SHARDS, PARTIALS, STAGED, STEPS, SCRATCH, TASKS, PROFILE, FLIGHTS, DEATHS = (
+SHARDS, PARTIALS, STAGED, STEPS, SCRATCH, TASKS, PROFILE, FLIGHTS, DEATHS, PREVIEWS = (
     f"{STATE}/{name}"
-    for name in ("shards", "partial", "staged", "steps", "tmp", "tasks", "profile", "flights", "deaths")
-)
+    for name in (
+        "shards", "partial", "staged", "steps", "tmp", "tasks", "profile", "flights", "deaths", "previews"
+    )
+)  # fmt: skip
 
 _MARKER_NAME = re.compile(r"shard-(\d{5,})(?:\.r([1-9]\d*))?\.json")
 _STAGED_NAME = re.compile(r"(shard-(\d{5,}))(?:\.r([1-9]\d*))?\.\d{6,}-[0-9a-f]+")

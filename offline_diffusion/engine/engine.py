@@ -14,12 +14,16 @@ from offline_diffusion.engine.cost import CostMeter
 from offline_diffusion.engine.faults import refusal, row_fault
 from offline_diffusion.engine.memory import fit_token_budget, is_out_of_memory, measure_limits
 from offline_diffusion.engine.model_runner import DecodedImage, ModelRunner
+from offline_diffusion.engine.previews import Previews
 from offline_diffusion.engine.request_state import RequestState, check_resume
+from offline_diffusion.engine.request_table import RequestTable
 from offline_diffusion.engine.scheduler import LOOK_AHEAD, Scheduler
 from offline_diffusion.engine.snapshot import Snapshot
 from offline_diffusion.engine.stats import EngineStats, StepTimer
+from offline_diffusion.engine.token_budget import TokenBudget
 from offline_diffusion.models.base import DiffusionModel
-from offline_diffusion.request import FinishReason, Request, RequestMetrics, RequestOutput, StepState
+from offline_diffusion.models.modes import execution_mode
+from offline_diffusion.request import Request, RequestOutput, StepState
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +34,9 @@ NUM_PREPARED = {"cuda": (64, 8), "cpu": (4, 1)}
 so that the next step is never far away. On a GPU, where it happens beside the steps before, as many as may
 join at once when a pack of equals ends; each takes less than a megabyte for 512 × 512 pixels."""
 
-TEXT_SHARE, MIN_TEXT_TOKENS = 0.25, 4_096
-"""Of the token budget, and at least: what text may take. Text has weights of its own, whose products are at
-their full rate with so many rows; the rest of a step is the images'."""
-
 WAVE_POLL_S = 0.001
 """Pause of an iteration in which a wave waits for company."""
 
-GOOD_STEPS = 200
-"""Steps after which a budget that was lowered for want of memory is doubled again, up to what it was."""
 MAX_DECODING = 32
 """Images that may be in decode before the next step waits for one. They are decoded one after the other."""
 
@@ -59,29 +57,29 @@ class Engine:
         self.runner = ModelRunner(model, clock)
         self.stats = EngineStats()
         self.limits = measure_limits(model)
-        budget = self._budget = fit_token_budget(model, config.max_num_batched_tokens, self.limits)
-        self._num_good_steps = 0  # since memory ran out
-        self.scheduler = Scheduler(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_num_text_tokens=max(MIN_TEXT_TOKENS, int(budget * TEXT_SHARE)),
-            memory_tokens=None if self.limits is None else self.limits.max_tokens,
-            policy=config.scheduling_policy,
-            step_execution=config.step_execution,
-            max_wait_s=config.request_batch_max_wait_ms / 1000,
-        )
+        self.mode = execution_mode(config, model.capabilities.batch_kind)
+        self._same_shape = config.batching == "same_shape"
+        budget = fit_token_budget(model, config.max_num_batched_tokens, self.limits)
+        memory_tokens = None if self.limits is None else self.limits.max_tokens
+        self.scheduler = Scheduler.of(config, budget, memory_tokens)
+        self._budget = TokenBudget(self.scheduler)
         self._timer = StepTimer(model.device, self.stats, self.runner)
-        self._states: dict[str, RequestState] = {}
-        self._done: list[RequestOutput] = []
-        self._clock, self._generating = clock, False
+        self._table = RequestTable(self.runner, self.stats, clock)
+        self._states = self._table.states
+        interval = config.preview_interval if config.diffusion_streaming_output else None
+        self._previews = Previews(self.runner, interval)
+        self.clock, self._generating = clock, False
         self.on_start: Callable[[str], None] = lambda _: None  # gets an id before its request uses the device
 
     # --- requests in -------------------------------------------------------------------------
 
-    def add_request(self, request: Request, resume: StepState | None = None) -> None:
+    def add_request(
+        self, request: Request, resume: StepState | None = None, *, arrival: float | None = None
+    ) -> None:
         """Queues a request. A request the model cannot take comes back as a failed output.
 
         With ``resume``, from an earlier engine's `snapshot`, it goes on at its step, to the same pixels.
+        ``arrival`` is when it was asked for, in seconds on ``clock``, if that is not now.
 
         Raises:
             ValueError: Another request with this id is at hand, or ``resume`` is not of such a request.
@@ -91,21 +89,18 @@ class Engine:
         if resume is not None:
             check_resume(request, resume, self.model)
         if (fault := refusal(request, self.model)) is not None:
-            self._refuse(request, *fault)
+            self._table.refuse(request, *fault)
             return
         try:
-            state = RequestState.of(request, self.model, self.limits, self._clock(), resume)
-            entry = state.scheduled(self.model)
+            arrival = self.clock() if arrival is None else arrival
+            state = RequestState.of(request, self.model, self.limits, arrival, resume)
+            entry = state.scheduled(self.model, same_shape=self._same_shape)
         except Exception as error:
-            self._refuse(request, *row_fault(error, self.model.device))
+            self._table.refuse(request, *row_fault(error, self.model.device))
             return
         self._states[request.request_id] = state
         self.runner.prompts.expect(state.branches)
         self.scheduler.add(entry)
-
-    def _refuse(self, request: Request, error_type: str, error: str) -> None:
-        self.stats.num_failed += 1
-        self._done.append(RequestOutput(request, "failed", None, RequestMetrics(), error_type, error))
 
     def abort(self, request_id: str) -> bool:
         """Drops a request between steps; its output has status ``aborted``.
@@ -118,7 +113,7 @@ class Engine:
         self.runner.prompts.forget_expected(state.branches)
         if state.started is not None:
             self.runner.drop_batch()
-        self._finish(state, "aborted")
+        self._table.finish(state, "aborted")
         return True
 
     def close_source(self) -> None:
@@ -136,7 +131,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is waiting, running, decoding or not yet handed out."""
-        return bool(self._states or self._done)
+        return bool(self._states or self._table.num_outputs)
 
     def costs(self) -> CostMeter:
         """What the steps so far took; waits for the device."""
@@ -147,7 +142,7 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """How far every unfinished request has come; between steps, without waiting for the device."""
         self._timer.settle_finished()
-        now = self._clock()
+        now = self.clock()
         return self._with_memory_back(lambda: Snapshot.of(self._states.values(), self.runner, now))
 
     # --- one iteration -----------------------------------------------------------------------
@@ -156,9 +151,9 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One denoise step for all running requests; returns the outputs that are ready."""
         self._reserve_decode_slot()
-        decoding = [self._states[request.request_id] for request in self.runner.decoding]
+        decoding = filter(None, map(self._table.state_of, self.runner.decoding))
         self.scheduler.decoding_tokens = max((state.decode_tokens for state in decoding), default=0)
-        plan = self.scheduler.schedule(self._clock())
+        plan = self.scheduler.schedule(self.clock())
         running = [state for entry in plan.running if (state := self._ready(entry.request_id))]
         if running and self._denoise(running):
             for entry in self.scheduler.advance():
@@ -169,16 +164,14 @@ class Engine:
         self._collect(wait=not self.scheduler.running and not self.scheduler.waiting)
         if not self._states:
             self._timer.pause()
-        outputs, self._done = self._done, []
-        return outputs
+        return self._table.take()
 
     def finish_decoding(self) -> list[RequestOutput]:
         """The outputs of requests past their last step; waits for the device and begins no step."""
         self._timer.settle_all()
         while self.runner.num_decoding:
             self._collect(wait=True)
-        outputs, self._done = self._done, []
-        return outputs
+        return self._table.take()
 
     def _ready(self, request_id: str) -> RequestState | None:
         """A running request with its prompts encoded; None when it failed on the way."""
@@ -186,7 +179,7 @@ class Engine:
         if not self._prepare(state):
             return None
         if state.started is None:
-            state.started = self._clock()
+            state.started = self.clock()
             state.metrics.queue_s += state.started - state.arrival
         return state
 
@@ -194,6 +187,7 @@ class Engine:
         if state.prepared is not None:
             return True
         self.on_start(state.request.request_id)
+        self._timer.resume()
         try:
             state.prepared = self._with_memory_back(
                 lambda: self.runner.prepare(state.request, state.prompt, state.negative, state.resume)
@@ -217,6 +211,7 @@ class Engine:
         """One step; False when it did not happen and the next iteration tries again."""
         prepared = [state.prepared for state in running if state.prepared is not None]
         start = self._timer.begin()
+        self._previews.before_step(prepared)
         try:
             num_seqs = self._with_memory_back(lambda: self.runner.denoise(prepared))
         except Exception as error:
@@ -226,23 +221,18 @@ class Engine:
                 self._on_step_failure(running, error)
             return False
         self._timer.end(start, [state.share for state in running])
+        self._previews.after_step()
+        self._timer.lap()
         self._count_step(running, num_seqs)
         return True
 
     def _count_step(self, running: Sequence[RequestState], num_seqs: int) -> None:
-        self.stats.num_steps += 1
-        self.stats.num_step_tokens += sum(state.num_tokens for state in running)
-        self.stats.num_step_seqs += num_seqs
-        self.stats.budget_tokens += self.scheduler.max_num_batched_tokens
+        num_tokens = sum(state.num_tokens for state in running)
+        self.stats.count_step(len(running), num_seqs, num_tokens, self.scheduler.max_num_batched_tokens)
         for state in running:
             state.metrics.steps_run += 1
             state.sum_batch_seqs += num_seqs
-        self._num_good_steps += 1
-        if self.scheduler.max_num_batched_tokens < self._budget and self._num_good_steps >= GOOD_STEPS:
-            self._num_good_steps = 0
-            self.scheduler.grow(self._budget)
-            budget = self.scheduler.max_num_batched_tokens
-            logger.info("memory has sufficed for %d steps: the budget is %d tokens again", GOOD_STEPS, budget)
+        self._budget.count_good_step()
 
     # --- faults ------------------------------------------------------------------------------
 
@@ -268,14 +258,7 @@ class Engine:
             return
         for state in running:
             state.metrics.attempts += 1
-        self._num_good_steps = 0
-        evicted = self.scheduler.shrink(num_tokens // 2)
-        logger.warning(
-            "out of memory at %d tokens a step: the budget is now %d, %d requests wait again",
-            num_tokens,
-            self.scheduler.max_num_batched_tokens,
-            len(evicted),
-        )
+        self._budget.shrink(num_tokens)
 
     def _on_step_failure(self, running: Sequence[RequestState], error: Exception) -> None:
         """Finds whose fault it was by stepping each request alone; the others go on."""
@@ -305,7 +288,7 @@ class Engine:
 
     def _fail(self, state: RequestState, error_type: str, error: str) -> None:
         self.scheduler.remove(state.request.request_id)
-        self._finish(state, "failed", error_type, error)
+        self._table.finish(state, "failed", error_type, error)
 
     # --- images out --------------------------------------------------------------------------
 
@@ -313,12 +296,12 @@ class Engine:
         prepared = state.prepared
         assert prepared is not None
         assert state.started is not None
-        state.metrics.denoise_s += self._clock() - state.started
+        state.metrics.denoise_s += self.clock() - state.started
         self.runner.drop_batch()
         try:
             self._with_memory_back(lambda: self.runner.decode(prepared))
         except Exception as error:
-            self._finish(state, "failed", *row_fault(error, self.model.device))
+            self._table.finish(state, "failed", *row_fault(error, self.model.device))
         self._timer.lap()
 
     def _reserve_decode_slot(self) -> None:
@@ -330,33 +313,17 @@ class Engine:
             self._hand_out(image)
 
     def _hand_out(self, image: DecodedImage) -> None:
+        if image.step_index is not None:
+            self._table.show(image)
+            return
         state = self._states[image.request.request_id]
         self._timer.settle_finished()
         state.metrics.decode_s = image.decode_s()
         if not bool(image.is_finite):
-            self._finish(state, "failed", "nan", "the final latents hold NaN or infinity")
+            self._table.finish(state, "failed", "nan", "the final latents hold NaN or infinity")
             return
-        output = self._finish(state, "ok")
+        output = self._table.finish(state, "ok")
         output.pixels = image.to_numpy()
-
-    def _finish(
-        self,
-        state: RequestState,
-        status: FinishReason,
-        error_type: str | None = None,
-        error: str | None = None,
-    ) -> RequestOutput:
-        metrics = state.metrics
-        metrics.total_s += self._clock() - state.arrival
-        metrics.peak_memory_bytes = max(metrics.peak_memory_bytes, self.runner.peak_memory_bytes())
-        if metrics.steps_run:
-            metrics.mean_batch_seqs = state.sum_batch_seqs / metrics.steps_run
-        self.stats.num_finished += status == "ok"
-        self.stats.num_failed += status == "failed"
-        del self._states[state.request.request_id]
-        output = RequestOutput(state.request, status, None, metrics, error_type, error)
-        self._done.append(output)
-        return output
 
     # --- the whole way -----------------------------------------------------------------------
 
@@ -377,7 +344,7 @@ class Engine:
         self.scheduler.no_more_requests = False
         try:
             while is_open or self.has_unfinished:
-                while is_open and self.num_waiting + len(self._done) < LOOK_AHEAD:
+                while is_open and self.num_waiting + self._table.num_outputs < LOOK_AHEAD:
                     request = next(source, None)
                     if request is None:
                         is_open = False
@@ -396,5 +363,4 @@ class Engine:
         self.scheduler.waiting.clear()
         self.scheduler.running.clear()
         self.runner.prompts.forget_expected()
-        self._states.clear()
-        self._done.clear()
+        self._table.clear()

@@ -36,6 +36,7 @@ class DecodedImage:
         done: Recorded after the copy; None where work is synchronous.
         start: Recorded before the decode, likewise.
         seconds: Decode time where work is synchronous.
+        step_index: Of a preview the steps done; None for a finished image.
     """
 
     request: Request
@@ -44,6 +45,7 @@ class DecodedImage:
     done: torch.cuda.Event | None
     start: torch.cuda.Event | None
     seconds: float
+    step_index: int | None = None
 
     def ready(self) -> bool:
         """Whether pixels may be read without waiting."""
@@ -202,35 +204,48 @@ class ModelRunner:
             done.record()
         return LatentsCopy(host, lengths, done)
 
+    def latents_now(self, requests: Sequence[PreparedRequest]) -> list[Tensor]:
+        """Copies of their latents on the device, as they are now: steps change them in place."""
+        if self._batch is not None:
+            self._batch.release()  # views: the pack stays as it is
+        return [request.latents.clone() for request in requests]
+
     # --- decode ------------------------------------------------------------------------------
 
     def decode(self, prepared: PreparedRequest) -> None:
         """Starts decoding a finished request; `collect` hands the image out. Needs a dropped pack."""
+        self._decode(prepared.request, prepared.latents, None)
+
+    def preview(self, prepared: PreparedRequest, latents: Tensor) -> None:
+        """Likewise for an unfinished one, from latents ``[S, C]`` of which the caller lets go."""
+        self._decode(prepared.request, latents, prepared.step_index)
+
+    def _decode(self, request: Request, latents: Tensor, step_index: int | None) -> None:
         if self._side_stream is None:
             start = time.perf_counter()
-            pixels, is_finite = self._post_decode(prepared)
-            image = DecodedImage(prepared.request, pixels, is_finite, None, None, time.perf_counter() - start)
+            pixels, is_finite = self._post_decode(request, latents)
+            image = DecodedImage(request, pixels, is_finite, None, None, time.perf_counter() - start)
         else:
-            image = self._decode_beside(prepared, self._side_stream)
+            image = self._decode_beside(request, latents, self._side_stream)
+        image.step_index = step_index
         self._decoding.append(image)
         self.counts.num_images += 1
-        self.counts.num_pixels += prepared.request.height * prepared.request.width
+        self.counts.num_pixels += request.height * request.width
 
     @in_stage("decode")
-    def _post_decode(self, prepared: PreparedRequest) -> tuple[Tensor, Tensor]:
+    def _post_decode(self, request: Request, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels uint8 ``[height, width, 3]``, and whether latents and image are finite all over."""
-        request = prepared.request
-        image = self.model.post_decode(prepared.latents, request.height, request.width)
-        is_finite = prepared.latents.isfinite().all() & image.isfinite().all()
+        image = self.model.post_decode(latents, request.height, request.width)
+        is_finite = latents.isfinite().all() & image.isfinite().all()
         return (image * 255).round().to(torch.uint8).contiguous(), is_finite
 
-    def _decode_beside(self, prepared: PreparedRequest, stream: torch.cuda.Stream) -> DecodedImage:
+    def _decode_beside(self, request: Request, latents: Tensor, stream: torch.cuda.Stream) -> DecodedImage:
         stream.wait_stream(torch.cuda.current_stream(self.model.device))
         with torch.cuda.stream(stream):
             start = torch.cuda.Event(enable_timing=True)
             start.record()
-            pixels, is_finite = self._post_decode(prepared)
-            prepared.latents.record_stream(stream)
+            pixels, is_finite = self._post_decode(request, latents)
+            latents.record_stream(stream)
             with self.stages.stage("copy"):
                 host_pixels = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
                 host_finite = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -238,7 +253,7 @@ class ModelRunner:
                 host_finite.copy_(is_finite, non_blocking=True)
             done = torch.cuda.Event(enable_timing=True)
             done.record()
-        return DecodedImage(prepared.request, host_pixels, host_finite, done, start, 0.0)
+        return DecodedImage(request, host_pixels, host_finite, done, start, 0.0)
 
     def drop_decoding(self) -> None:
         """Forgets the images that are being decoded, once the device is through with them."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+from offline_diffusion.engine.admission import ScheduledRequest
 from offline_diffusion.engine.memory import DeviceLimits
 from offline_diffusion.engine.packed_batch import PreparedRequest
-from offline_diffusion.engine.scheduler import ScheduledRequest
 from offline_diffusion.engine.stats import StepShare
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
+from offline_diffusion.models.modes import same_shape_key
 from offline_diffusion.request import Request, RequestMetrics, StepState
 
 
@@ -58,7 +60,7 @@ class RequestState:
         request: Request,
         model: DiffusionModel,
         limits: DeviceLimits | None,
-        now: float,
+        arrival: float,
         resume: StepState | None = None,
     ) -> RequestState:
         """Tokenizes the prompts, which decide how much of the token budget the request takes.
@@ -83,7 +85,7 @@ class RequestState:
             request,
             prompt,
             negative,
-            now,
+            arrival,
             metrics,
             share,
             sum_batch_seqs=round(metrics.mean_batch_seqs * metrics.steps_run),
@@ -120,9 +122,12 @@ class RequestState:
             metrics.mean_batch_seqs = self.sum_batch_seqs / metrics.steps_run
         return metrics
 
-    def scheduled(self, model: DiffusionModel) -> ScheduledRequest:
-        """As the scheduler sees it, before its first step here."""
-        request = self.request
+    def scheduled(self, model: DiffusionModel, *, same_shape: bool = False) -> ScheduledRequest:
+        """As the scheduler sees it, before its first step here.
+
+        With ``same_shape`` only like requests may share a step with it, whatever the model can do.
+        """
+        request, alike = self.request, same_shape_key(self.request)
         num_steps = request.num_inference_steps - self.step_index
         return ScheduledRequest(
             request_id=request.request_id,
@@ -130,7 +135,8 @@ class RequestState:
             num_steps=num_steps,
             num_text_tokens=sum(branch.num_tokens for branch in self.branches),
             decode_tokens=self.decode_tokens,
-            batch_key=model.batch_key(request),
-            wave_key=(request.height, request.width, num_steps, request.cfg_active),
+            batch_key=(model.batch_key(request), alike if same_shape else None),
+            wave_key=(alike, num_steps),
             arrival=self.arrival,
+            deadline=math.inf if request.slo_ms is None else self.arrival + request.slo_ms / 1000,
         )

@@ -29,12 +29,21 @@ class EngineStats:
     """Totals since the engine started. ``step_fill`` is the mean share of the token budget in use."""
 
     num_steps: int = 0
+    num_step_images: int = 0
     num_step_tokens: int = 0
     num_step_seqs: int = 0
     budget_tokens: int = 0
     device_s: float = 0.0
     num_finished: int = 0
     num_failed: int = 0
+
+    def count_step(self, num_images: int, num_seqs: int, num_tokens: int, budget_tokens: int) -> None:
+        """One step more, with what was in it; its time comes later."""
+        self.num_steps += 1
+        self.num_step_images += num_images
+        self.num_step_seqs += num_seqs
+        self.num_step_tokens += num_tokens
+        self.budget_tokens += budget_tokens
 
     @property
     def step_fill(self) -> float:
@@ -101,6 +110,11 @@ class StepTimer:
         self._pending: deque[_TimedStep] = deque()
         self._last_end: Mark | None = None
         self._num_to_warm_up = NUM_WARM_UP_STEPS
+
+    def resume(self) -> None:
+        """Work begins; after a pause time counts from here on, not only from the first step."""
+        if self._last_end is None:
+            self._last_end = self._mark()
 
     def begin(self) -> Mark:
         """The start of a step on the current stream."""

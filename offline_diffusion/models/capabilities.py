@@ -182,6 +182,7 @@ class Capabilities:
             seed=seed,
             lora=params.lora,
             lora_scale=params.lora_scale,
+            slo_ms=params.slo_ms,
         )
         if (fault := self.check_request(request)) is not None:
             raise ValueError(fault)

@@ -11,6 +11,7 @@ from offline_diffusion.accel.quantize import apply_quantization
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.errors import BackendError, ModelError
 from offline_diffusion.models.base import DiffusionModel
+from offline_diffusion.models.modes import check_mode
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
 
 SAFETENSORS_HINT = (
@@ -56,8 +57,10 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Di
     Raises:
         ModelError: The checkpoint cannot be loaded; `UnsupportedModelError` names a config key.
         BackendError: The device or the attention backend does not work here.
+        ConfigError: The family cannot do the execution mode that was asked for.
     """
     checkpoint = checkpoint or find_checkpoint(config.model, config.revision)
+    check_mode(config, checkpoint.capabilities)
     device = resolve_device(config.device)
     if device.index is not None:
         torch.cuda.set_device(device)  # what names no device, events and kernels among it, means this one

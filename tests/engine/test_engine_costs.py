@@ -51,6 +51,18 @@ def test_the_terms_of_a_run_are_found_again(clock: Clock) -> None:
     assert found == pytest.approx((FIXED, TOKEN, SQUARE, IMAGE, PIXEL, PROMPT), rel=0.01)
 
 
+def test_the_terms_are_found_again_where_the_engine_idles_between_requests(clock: Clock) -> None:
+    engine = make_engine(timed_model(clock), max_num_seqs=4)
+    requests = random_requests(2, count=150)
+    for start in range(0, len(requests), 2):
+        list(engine.generate(requests[start : start + 2]))
+        clock.now += 1000
+    fitted = engine.costs().fit()
+    assert fitted is not None
+    found = (fitted.fixed_s, fitted.token_s, fitted.square_s, fitted.image_s, fitted.pixel_s, fitted.prompt_s)
+    assert found == pytest.approx((FIXED, TOKEN, SQUARE, IMAGE, PIXEL, PROMPT), rel=0.01)
+
+
 def test_all_time_after_the_first_steps_is_told_once(clock: Clock) -> None:
     """Whoever comes and goes: laps, pauses and steps leave no gap and do not overlap."""
     engine = make_engine(timed_model(clock), max_num_seqs=4)

@@ -14,7 +14,7 @@ import torch
 from engine_fakes import FakeModel, has_text, make_engine, make_request, num_joint_tokens, same_picture
 
 from offline_diffusion.config import EngineConfig
-from offline_diffusion.engine import engine as engine_module
+from offline_diffusion.engine import token_budget
 from offline_diffusion.engine.engine import Engine
 from offline_diffusion.engine.faults import row_fault
 from offline_diffusion.engine.memory import check_memory, is_out_of_memory
@@ -407,7 +407,7 @@ def test_a_run_broken_off_in_a_decode_leaves_nothing_behind(error: type[BaseExce
 
 
 def test_a_lowered_budget_grows_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "GOOD_STEPS", 3)
+    monkeypatch.setattr(token_budget, "GOOD_STEPS", 3)
     model = FakeModel()
     fails = iter([True, True])
 

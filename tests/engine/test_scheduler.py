@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offline_diffusion.engine import scheduler as scheduler_module
+from offline_diffusion.engine import policies
 from offline_diffusion.engine.scheduler import (
     LOOK_AHEAD,
     ScheduledRequest,
@@ -81,6 +82,7 @@ def traffics(draw: st.DrawFn, *, num_keys: int = 1) -> list[tuple[int, Scheduled
             batch_key=key,
             wave_key=wave,
             arrival=float(at),
+            deadline=at + draw(st.sampled_from((1.0, 5.0, 20.0, math.inf))),
         )
         entries.append((at, entry))
     return entries
@@ -91,7 +93,7 @@ schedulers = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 6),
         "max_num_batched_tokens": st.integers(1, 120),
         "max_num_text_tokens": st.none() | st.integers(1, 60),
-        "policy": st.sampled_from(("fifo", "pack")),
+        "policy": st.sampled_from(("fifo", "pack", "shortest", "deadline")),
         "step_execution": st.booleans(),
         "max_wait_s": st.sampled_from((0.0, 3.0)),
     }
@@ -146,12 +148,17 @@ def test_fifo_never_overtakes(options: dict[str, Any], traffic: list[tuple[int, 
     assert run.admissions == [entry.request_id for _, entry in traffic]
 
 
+@pytest.mark.parametrize("policy", ["pack", "shortest", "deadline"])
 @given(schedulers, traffics(num_keys=2), st.integers(0, 4), st.sampled_from((5, LOOK_AHEAD)))
 def test_nobody_is_overtaken_by_many(
-    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]], limit: int, look_ahead: int
+    policy: str,
+    options: dict[str, Any],
+    traffic: list[tuple[int, ScheduledRequest]],
+    limit: int,
+    look_ahead: int,
 ) -> None:
-    with mock.patch.multiple(scheduler_module, MAX_OVERTAKEN=limit, LOOK_AHEAD=look_ahead):
-        run = drive(Scheduler(**options | {"policy": "pack", "step_execution": True}), traffic)
+    with mock.patch.multiple(policies, MAX_OVERTAKEN=limit, LOOK_AHEAD=look_ahead):
+        run = drive(Scheduler(**options | {"policy": policy, "step_execution": True}), traffic)
     assert max(run.overtaken.values(), default=0) < limit + options["max_num_seqs"]
 
 
@@ -159,7 +166,7 @@ def test_nobody_is_overtaken_by_many(
 def test_in_the_tail_nobody_is_overtaken_by_more_than_are_in_sight(
     options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]], limit: int
 ) -> None:
-    with mock.patch.multiple(scheduler_module, MAX_OVERTAKEN=limit, LOOK_AHEAD=5):
+    with mock.patch.multiple(policies, MAX_OVERTAKEN=limit, LOOK_AHEAD=5):
         run = drive(Scheduler(**options | {"policy": "pack", "step_execution": True}), traffic, closes=True)
     assert max(run.overtaken.values(), default=0) < limit + options["max_num_seqs"] + 5
 
@@ -179,6 +186,33 @@ def test_waves_are_alike_and_run_to_their_end(
         assert names == (wave if pack.running else [])
         assert len({(entry.batch_key, entry.wave_key) for entry in pack.running}) <= 1
         assert len({entry.num_steps for entry in pack.running}) <= 1
+
+
+@given(schedulers, traffics(num_keys=2), st.dictionaries(st.integers(0, 24), st.integers(0, 15)))
+def test_who_is_taken_out_hurts_nobody(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]], removals: dict[int, int]
+) -> None:
+    """Others run all their steps, and nobody takes a place in a wave that is on its way."""
+    scheduler, arrivals = Scheduler(**options), [(at, replace(entry)) for at, entry in traffic]
+    steps, gone, now = Counter[str](), set[str](), 0
+    while arrivals or scheduler.waiting or scheduler.running:
+        while arrivals and arrivals[0][0] <= now:
+            scheduler.add(arrivals.pop(0)[1])
+        before = {entry.request_id for entry in scheduler.running}
+        for index, at in removals.items():
+            if at == now and scheduler.remove(str(index)):
+                gone.add(str(index))
+        running = {entry.request_id for entry in scheduler.schedule(float(now)).running}
+        assert not running & gone
+        if not options["step_execution"] and before - gone:
+            assert running == before - gone
+        steps.update(running)
+        scheduler.advance()
+        now += 1
+        assert now < 20_000, "the scheduler is stuck"
+    for _, entry in traffic:
+        if entry.request_id not in gone:
+            assert steps[entry.request_id] == entry.num_steps
 
 
 def test_text_has_a_budget_of_its_own() -> None:
@@ -267,11 +301,40 @@ def test_a_wave_waits_for_nobody_when_nobody_can_come() -> None:
 
 
 def test_a_wave_takes_those_like_its_head_and_leaves_the_others_in_order() -> None:
-    scheduler = _wave_scheduler(max_wait_s=0.0)
+    scheduler = _wave_scheduler(max_wait_s=0.0, policy="pack")
     for name, wave in [("a", "w"), ("b", "v"), ("c", "w"), ("d", "v")]:
         _add(scheduler, name, arrival=0.0, wave=wave)
     assert [entry.request_id for entry in scheduler.schedule(0.0).running] == ["a", "c"]
     assert [entry.request_id for entry in scheduler.waiting] == ["b", "d"]
+
+
+def test_under_fifo_an_unlike_request_ends_a_wave_and_its_waiting() -> None:
+    scheduler = _wave_scheduler(max_wait_s=100.0)
+    for name, wave in [("a", "w"), ("b", "w"), ("c", "v"), ("d", "w")]:
+        _add(scheduler, name, arrival=0.0, wave=wave)
+    assert [entry.request_id for entry in scheduler.schedule(0.0).running] == ["a", "b"]
+    assert [entry.request_id for entry in scheduler.waiting] == ["c", "d"]
+
+
+@given(schedulers, traffics(num_keys=2))
+def test_waves_under_fifo_keep_the_order_of_arrival(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]]
+) -> None:
+    run = drive(Scheduler(**options | {"policy": "fifo", "step_execution": False}), traffic)
+    assert run.admissions == [entry.request_id for _, entry in traffic]
+
+
+@given(schedulers, traffics(num_keys=2), st.floats(0, 10))
+def test_no_wave_waits_longer_than_its_window(
+    options: dict[str, Any], traffic: list[tuple[int, ScheduledRequest]], max_wait_s: float
+) -> None:
+    """When nothing runs, the oldest of those that wait has been there for less than the window."""
+    options = options | {"policy": "fifo", "step_execution": False, "max_wait_s": max_wait_s}
+    run = drive(Scheduler(**options), traffic)
+    for now, pack in enumerate(run.packs):
+        waiting = [entry for at, entry in traffic if at <= now and _finish_time(run, entry.request_id) >= now]
+        if not pack.running:
+            assert all(now - entry.arrival < max_wait_s for entry in waiting)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(-5, 200))

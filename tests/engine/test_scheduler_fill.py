@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 from bench_scheduler import MAX_NUM_SEQS, Simulation, make_requests, simulate
 
-from offline_diffusion.engine.scheduler import LOOK_AHEAD, MAX_OVERTAKEN, Scheduler
+from offline_diffusion.engine.policies import MAX_OVERTAKEN
+from offline_diffusion.engine.scheduler import LOOK_AHEAD, Scheduler
 
 NUM_IMAGES = 600
 UNIFORM = ("uniform by 16", "uniform by 64", "uniform, 10-50 steps")

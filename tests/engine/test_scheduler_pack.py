@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offline_diffusion.engine.scheduler import MAX_OVERTAKEN, ScheduledRequest, Scheduler
+from offline_diffusion.engine.policies import MAX_OVERTAKEN
+from offline_diffusion.engine.scheduler import ScheduledRequest, Scheduler
 
 
 @pytest.mark.parametrize("num_tokens", [1, 50, 100, 150], ids=["small", "half", "all", "oversize"])

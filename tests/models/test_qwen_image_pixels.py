@@ -25,6 +25,8 @@ MODES: dict[str, dict[str, Any]] = {
     "fifo": {"scheduling_policy": "fifo", "max_num_seqs": 3, "max_num_batched_tokens": 900},
     "all at once": {"max_num_seqs": 64, "max_num_batched_tokens": 1_000_000},
     "waves": {"step_execution": False, "max_num_seqs": 4},
+    "same shape": {"batching": "same_shape", "scheduling_policy": "fifo", "max_num_seqs": 4},
+    "previews": {"diffusion_streaming_output": True, "preview_interval": 1, "max_num_seqs": 8},
     "serial": {"max_num_seqs": 1},
 }
 
@@ -48,7 +50,7 @@ def mixes(tiny_pipeline: Any, model: DiffusionModel) -> dict[int, list[tuple[Req
 
 def draw_packed(model: DiffusionModel, rows: list[Request], **options: Any) -> dict[str, Any]:
     engine = Engine(model, EngineConfig(**options))
-    return {output.request_id: output for output in engine.generate(rows)}
+    return {output.request_id: output for output in engine.generate(rows) if output.finished}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,0 +1,84 @@
+"""Previews of unfinished images: what the model expects of them by now, decoded beside the steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from offline_diffusion.engine.faults import row_fault
+from offline_diffusion.engine.model_runner import ModelRunner
+from offline_diffusion.engine.packed_batch import PreparedRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Previews:
+    """Starts a preview of every request after each ``interval`` of its steps, but for the last.
+
+    The pack is only read. A preview that fails is left out: its request goes on.
+
+    Args:
+        runner: Has the latents and decodes them.
+        interval: In steps of a request; None is no previews.
+    """
+
+    def __init__(self, runner: ModelRunner, interval: int | None) -> None:
+        self._runner, self._interval = runner, interval
+        self._due: list[tuple[PreparedRequest, Tensor]] = []  # with the latents before the step
+        self._has_warned = False
+
+    def before_step(self, running: Sequence[PreparedRequest]) -> None:
+        """Keeps the latents of those that get a preview after this step."""
+        self._due = []
+        if due := [own for own in running if self._is_due(own)]:
+            with self._sparing_the_request():
+                self._due = list(zip(due, self._runner.latents_now(due), strict=True))
+
+    def after_step(self) -> None:
+        """Starts their decode; the step has been launched."""
+        due, self._due = self._due, []
+        latents: list[Tensor] = []
+        if due:
+            with self._sparing_the_request():
+                latents = self._runner.latents_now([prepared for prepared, _ in due])
+        for (prepared, before), after in zip(due, latents, strict=False):
+            with self._sparing_the_request():
+                self._runner.preview(prepared, clean_estimate(prepared, before, after))
+
+    def _is_due(self, prepared: PreparedRequest) -> bool:
+        if self._interval is None:
+            return False
+        num_steps = prepared.step_index + 1
+        return num_steps % self._interval == 0 and num_steps < prepared.request.num_inference_steps
+
+    @contextlib.contextmanager
+    def _sparing_the_request(self) -> Iterator[None]:
+        """Leaves a preview out that fails.
+
+        Raises:
+            torch.AcceleratorError: The device is lost.
+        """
+        try:
+            yield
+        except Exception as error:
+            error_type, message = row_fault(error, self._runner.model.device)
+            if not self._has_warned:
+                logger.warning("a preview is left out: %s: %s", error_type, message)
+            self._has_warned = True
+
+
+def clean_estimate(prepared: PreparedRequest, before: Tensor, after: Tensor) -> Tensor:
+    """Where the last step was heading: its straight line, drawn on until no noise is left.
+
+    For an Euler step that is the model's own estimate of the image, with guidance: ``x₀ = x − σ·v`` and
+    ``x' = x + (σ' − σ)·v`` give ``x₀ = x' + (x' − x)·σ' / (σ − σ')``.
+
+    Args:
+        prepared: After the step.
+        before, after: Its latents around the step, ``[S, C]``.
+    """
+    last, now = map(float, prepared.sigmas[prepared.step_index - 1 : prepared.step_index + 1])
+    return after + (after - before) * (now / (last - now))
