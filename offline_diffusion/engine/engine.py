@@ -48,6 +48,8 @@ MAX_DECODING = 32
 class Engine:
     """Step-level continuous batching of unlike requests over one model.
 
+    Belongs to one thread; `async_engine.AsyncEngine` lets others in. ``mode`` says what shares a step.
+
     Args:
         model: A loaded family.
         config: Scheduling options.
