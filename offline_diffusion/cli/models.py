@@ -47,7 +47,8 @@ def _collect(model: str, revision: str | None) -> dict[str, Any]:
     dtype = resolve_dtype("auto", device)
     return {
         "families": [_family(family) for family in FAMILIES],
-        "execution_modes": {mode.value: mode.options for mode in ExecutionMode},
+        "execution_modes": {mode.value: mode.options for mode in ExecutionMode}
+        | {"previews": "--diffusion-streaming-output"},
         "model": model,
         "capabilities": dataclasses.asdict(capabilities_for(model, revision)),
         "device": str(device),
@@ -58,15 +59,16 @@ def _collect(model: str, revision: str | None) -> dict[str, Any]:
 
 
 def _family(family: Family) -> dict[str, Any]:
-    """``modes`` has for each execution mode why the family cannot do it, or None."""
-    from offline_diffusion.models.modes import ExecutionMode, mode_fault
+    """``modes`` has for each execution mode, and for previews, why the family cannot do it, or None."""
+    from offline_diffusion.models.modes import ExecutionMode, mode_fault, preview_fault
 
     return {
         "name": family.name,
         "pipeline": family.pipeline,
         "batching": family.batch_kind.value,
         "example": family.example,
-        "modes": {mode.value: mode_fault(mode, family.batch_kind) for mode in ExecutionMode},
+        "modes": {mode.value: mode_fault(mode, family.batch_kind) for mode in ExecutionMode}
+        | {"previews": preview_fault(family.batch_kind)},
     }
 
 

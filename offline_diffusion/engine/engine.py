@@ -14,7 +14,7 @@ from offline_diffusion.engine.cost import CostMeter
 from offline_diffusion.engine.faults import refusal, row_fault
 from offline_diffusion.engine.memory import fit_token_budget, is_out_of_memory, measure_limits
 from offline_diffusion.engine.model_runner import DecodedImage, ModelRunner
-from offline_diffusion.engine.previews import Previews
+from offline_diffusion.engine.previews import Previews, preview_interval
 from offline_diffusion.engine.request_state import RequestState, check_resume
 from offline_diffusion.engine.request_table import RequestTable
 from offline_diffusion.engine.scheduler import LOOK_AHEAD, Scheduler
@@ -44,6 +44,8 @@ MAX_DECODING = 32
 class Engine:
     """Step-level continuous batching of unlike requests over one model.
 
+    Belongs to one thread; `async_engine.AsyncEngine` lets others in. ``mode`` says what shares a step.
+
     Args:
         model: A loaded family.
         config: Scheduling options.
@@ -66,8 +68,7 @@ class Engine:
         self._timer = StepTimer(model.device, self.stats, self.runner)
         self._table = RequestTable(self.runner, self.stats, clock)
         self._states = self._table.states
-        interval = config.preview_interval if config.diffusion_streaming_output else None
-        self._previews = Previews(self.runner, interval)
+        self._previews = Previews(self.runner, preview_interval(config, model.capabilities))
         self.clock, self._generating = clock, False
         self.on_start: Callable[[str], None] = lambda _: None  # gets an id before its request uses the device
 

@@ -8,11 +8,24 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.faults import row_fault
 from offline_diffusion.engine.model_runner import ModelRunner
 from offline_diffusion.engine.packed_batch import PreparedRequest
+from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.models.modes import preview_fault
 
 logger = logging.getLogger(__name__)
+
+
+def preview_interval(config: EngineConfig, capabilities: Capabilities) -> int | None:
+    """In steps; None where there are no previews, which a warning tells if they are wanted."""
+    if not config.diffusion_streaming_output:
+        return None
+    if (fault := preview_fault(capabilities.batch_kind)) is None:
+        return config.preview_interval
+    logger.warning("model family %r has no previews: %s", capabilities.family, fault)
+    return None
 
 
 class Previews:

@@ -59,6 +59,13 @@ def mode_fault(mode: ExecutionMode, batch_kind: BatchKind) -> str | None:
     return None
 
 
+def preview_fault(batch_kind: BatchKind) -> str | None:
+    """Why unfinished images of a family cannot be shown, or None when they can: see `engine.previews`."""
+    if batch_kind is not BatchKind.PACKED:
+        return "its noise schedulers do not walk straight, so where a step leads cannot be told"
+    return None
+
+
 def check_mode(config: EngineConfig, capabilities: Capabilities) -> None:
     """Refuses options that ask of a model what its family cannot do; before weights are loaded.
 

@@ -29,7 +29,7 @@ def test_json_says_what_the_checkpoints_own_files_say(tiny_model: Path) -> None:
 
 def test_every_mode_of_every_family_is_there(tiny_model: Path) -> None:
     report = json.loads(CliRunner().invoke(main, ["models", "--model", str(tiny_model), "--json"]).stdout)
-    modes = {"serial", "request_batch", "single_step", "same_shape", "packed"}
+    modes = {"serial", "request_batch", "single_step", "same_shape", "packed", "previews"}
     assert set(report["execution_modes"]) == modes
     (family,) = report["families"]
     assert family["modes"] == dict.fromkeys(modes)  # None: nothing speaks against it
@@ -38,6 +38,7 @@ def test_every_mode_of_every_family_is_there(tiny_model: Path) -> None:
 def test_the_options_of_a_mode_are_options(tiny_model: Path) -> None:
     """As they stand in the table, they make the mode."""
     report = json.loads(CliRunner().invoke(main, ["models", "--model", str(tiny_model), "--json"]).stdout)
+    assert report["execution_modes"].pop("previews") == "--diffusion-streaming-output"
     for mode, options in report["execution_modes"].items():
         arguments = ["a.txt", *options.replace(" N", " 4").split()]
         with run_command.make_context("run", arguments) as ctx:
@@ -59,7 +60,7 @@ def test_text_for_people(tiny_model: Path) -> None:
     assert result.exit_code == 0
     assert "QwenImagePipeline" in result.stdout
     assert "sdpa          works" in result.stdout
-    assert "qwen_image         yes     yes            yes          yes         yes" in result.stdout
+    assert "qwen_image         yes     yes            yes          yes         yes     yes" in result.stdout
     assert result.stderr == ""
 
 

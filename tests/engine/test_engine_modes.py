@@ -39,6 +39,20 @@ def finish(engine: Engine, outputs: list[RequestOutput] | None = None) -> dict[s
     return {output.request_id: output for output in outputs}
 
 
+def test_an_engine_says_which_mode_it_is_in() -> None:
+    assert {name: make_engine(**options).mode.value for name, options in MODES.items()} == {
+        "pack": "packed",
+        "fifo": "packed",
+        "serial": "single_step",
+        "serial requests": "serial",
+        "waves": "request_batch",
+        "same shape": "same_shape",
+        "shortest": "packed",
+        "deadline": "packed",
+        "everything": "packed",
+    }
+
+
 def test_no_mode_changes_a_byte() -> None:
     pictures: dict[str, list[bytes]] = {}
     for mode, options in MODES.items():

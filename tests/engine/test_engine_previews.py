@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from engine_fakes import (
+    CAPABILITIES,
     MODES,
     FakeModel,
     FakeRecorder,
@@ -20,7 +22,10 @@ from engine_fakes import (
     to_pixels,
 )
 
+from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.offline import OfflineDiffusion
+from offline_diffusion.engine.previews import preview_interval
+from offline_diffusion.models.capabilities import BatchKind
 from offline_diffusion.request import Request, RequestOutput, SamplingParams
 
 ON: dict[str, Any] = {"diffusion_streaming_output": True, "preview_interval": 3}
@@ -107,6 +112,16 @@ def test_a_model_that_goes_straight_is_seen_through_from_the_first_step() -> Non
 
 def test_without_the_option_there_are_none() -> None:
     assert all(output.finished for output in draw(random_requests(4), preview_interval=1))
+
+
+def test_a_family_whose_steps_are_not_straight_has_none_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    config, unet = EngineConfig(**ON), replace(CAPABILITIES, batch_kind=BatchKind.STACKED)
+    caplog.set_level(logging.WARNING)
+    assert preview_interval(EngineConfig(), unet) is None
+    assert preview_interval(config, CAPABILITIES) == 3
+    assert not caplog.messages
+    assert preview_interval(config, unet) is None
+    assert "model family 'fake' has no previews: its noise schedulers do not walk straight" in caplog.text
 
 
 # --- nothing of it hurts --------------------------------------------------------------------------
