@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from inspect import signature
 from typing import Any
 
 import diffusers
@@ -86,7 +85,8 @@ def test_a_table_draws_what_the_scheduler_draws(kind: str) -> None:
         assert theirs.isfinite().all()
         assert theirs.std() > 0.01
         ours = run_ours(steps, tables.num_remembered, seed=num_steps)
-        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=1e-4, msg=f"{kind}, {num_steps} steps")
+        rounding = 1e-4 + 1e-6 * steps.init_noise_sigma  # of the first samples, which are as large as that
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=rounding, msg=f"{kind}, {num_steps} steps")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,66 @@
+"""The cost formula against torch's own count of a forward, on tensors without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from offline_diffusion.models.unet_cost import unet_cost
+
+SDXL: dict[str, Any] = {
+    "sample_size": 128,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [320, 640, 1280],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "layers_per_block": 2,
+    "transformer_layers_per_block": [1, 2, 10],
+    "attention_head_dim": [5, 10, 20],
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+"""As published."""
+
+SD15: dict[str, Any] = {
+    "sample_size": 64,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [320, 640, 1280, 1280],
+    "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
+    "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
+    "layers_per_block": 2,
+    "attention_head_dim": 8,
+    "cross_attention_dim": 768,
+}
+
+
+def counted(config: dict[str, Any], side: int) -> float:
+    with torch.device("meta"):
+        unet = diffusers.UNet2DConditionModel(**config)
+        sample = torch.empty(1, 4, side, side)
+        text = torch.empty(1, 77, config["cross_attention_dim"])
+        added = {"text_embeds": torch.empty(1, 1280), "time_ids": torch.empty(1, 6)}
+        with FlopCounterMode(display=False) as counter:
+            unet(sample, torch.empty(1), text, added_cond_kwargs=added)
+    return float(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("config", [SDXL, SD15], ids=["SDXL", "SD 1.5"])
+def test_it_counts_what_torch_counts_but_for_what_does_not_grow(config: dict[str, Any]) -> None:
+    cost = unet_cost(config)
+
+    def formula(side: int) -> float:
+        return cost.per_position * side**2 + cost.per_square * side**4
+
+    small, large = config["sample_size"] // 2, config["sample_size"]
+    growth = counted(config, large) - counted(config, small)
+    assert formula(large) - formula(small) == pytest.approx(growth, rel=1e-9)
+    assert formula(large) == pytest.approx(counted(config, large), rel=0.02)
