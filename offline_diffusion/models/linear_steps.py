@@ -63,6 +63,11 @@ class LinearSteps:
     init_noise_sigma: float
     num_draws: int
 
+    @property
+    def columns(self) -> Tensor:
+        """Scale and matrix of each step side by side, ``[steps, 1 + K·(K + 2)]``."""
+        return torch.cat((self.input_scale.unsqueeze(1), self.matrices.flatten(1)), dim=1)
+
 
 class StepTables:
     """The tables of one checkpoint's noise scheduler, by step count.
