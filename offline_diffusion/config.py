@@ -97,6 +97,7 @@ class JobConfig(EngineConfig):
     width: int | None = Field(default=None, ge=1)
     num_inference_steps: int | None = Field(default=None, ge=1)
     true_cfg_scale: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    guidance_scale: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     negative_prompt: str | None = None
     seed: int = Field(default=0, ge=0, le=2**64 - 1)
     limit: int | None = Field(default=None, ge=0)
@@ -220,6 +221,7 @@ PIXEL_OPTIONS = (
     "width",
     "num_inference_steps",
     "true_cfg_scale",
+    "guidance_scale",
     "negative_prompt",
     "seed",
     "image_format",

@@ -45,6 +45,7 @@ def row_defaults(config: JobConfig) -> RowDefaults:
         width=config.width,
         num_inference_steps=config.num_inference_steps,
         true_cfg_scale=config.true_cfg_scale,
+        guidance_scale=config.guidance_scale,
         negative_prompt=config.negative_prompt,
         seed=config.seed,
         on_bad_size=config.on_bad_size,
@@ -233,7 +234,7 @@ class Feed:
         request, capabilities = image.request, self.capabilities
         tokens = capabilities.num_image_tokens(request.height, request.width)
         num_steps = request.num_inference_steps - self.steps_before.get(request.request_id, 0)
-        return capabilities.forward_flops(tokens) * num_steps * (1 + request.cfg_active)
+        return capabilities.forward_flops(tokens, tokens) * num_steps * (1 + request.cfg_active)
 
     def _read_rows(self, shard: Shard) -> list[ManifestRow | RowFault]:
         rows = self._rows.read(range(shard.start, shard.stop))

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from offline_diffusion.errors import BackendError
 from offline_diffusion.kernels.linear import MIN_ROWS, PackedLinear, pad_rows, product_in_blocks
@@ -43,6 +44,10 @@ class QuantizedLinear:
     def feed_forward(self, out: QuantizedLinear, x: Tensor | Quantized) -> Tensor:
         """See ``PackedLinear.feed_forward``."""
         return out(quantize_rows(self(x), out.takes, gelu=True))
+
+    def gelu(self, x: Tensor | Quantized) -> Tensor:
+        """See ``PackedLinear.gelu``."""
+        return F.gelu(self(x), approximate="tanh")
 
     def _int8_product(self, x: Quantized) -> Tensor:
         from offline_diffusion.kernels.int8 import int8_product

@@ -132,6 +132,11 @@ def row_options(command: Command) -> Command:
         job_option("--width", "Width of rows without one, in pixels.", metavar="PIXELS"),
         job_option("--num-inference-steps", "Denoise steps of rows without a count.", metavar="N"),
         job_option("--true-cfg-scale", "Classic guidance scale of rows without one.", metavar="SCALE"),
+        job_option(
+            "--guidance-scale",
+            "Guidance scale of rows without one, for models whose pipeline has it.",
+            metavar="SCALE",
+        ),
         job_option("--negative-prompt", "Negative prompt of rows without one.", metavar="TEXT"),
         job_option("--on-bad-size", "What to do with sizes the model cannot draw."),
     )(command)

@@ -130,6 +130,7 @@ class RowDefaults:
     width: int | None = None
     num_inference_steps: int | None = None
     true_cfg_scale: float | None = None
+    guidance_scale: float | None = None
     negative_prompt: str | None = None
     seed: int = 0
     on_bad_size: OnBadSize = "error"
@@ -170,7 +171,7 @@ def resolve_row(row: ManifestRow, capabilities: Capabilities, defaults: RowDefau
 
 
 def _with_job_defaults(params: SamplingParams, defaults: RowDefaults) -> SamplingParams:
-    names = ("height", "width", "num_inference_steps", "true_cfg_scale", "negative_prompt")
+    names = ("height", "width", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
     missing = {name: getattr(defaults, name) for name in names if getattr(params, name) is None}
     return replace(params, **missing)
 

@@ -73,17 +73,20 @@ class WorkMeter:
         default_steps = self._defaults.num_inference_steps or capabilities.default_num_inference_steps
         num_steps = params.num_inference_steps or default_steps
         prompts, guidance_is_off = self._prompts_of_branches(row)
-        text_tokens = [min(estimate_text_tokens(text), capabilities.max_prompt_tokens) for text in prompts]
-        flops = sum(capabilities.forward_flops(size.image_tokens + text) for text in text_tokens)
+        text_tokens = [capabilities.num_text_tokens(estimate_text_tokens(text)) for text in prompts]
+        image = size.image_tokens
+        flops = sum(capabilities.forward_flops(image + text, image) for text in text_tokens)
         num_images = params.num_images_per_prompt
         flops *= num_steps * num_images
         return Work(size, prompts, text_tokens, num_steps, num_images, flops, guidance_is_off)
 
     def _prompts_of_branches(self, row: ManifestRow) -> tuple[list[str], bool]:
         params, defaults = row.params, self._defaults
-        negative = defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt
-        asked = defaults.true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale
-        scale = self._capabilities.default_true_cfg_scale if asked is None else asked
+        scale, _, negative = self._capabilities.resolve_guidance(
+            defaults.true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale,
+            defaults.guidance_scale if params.guidance_scale is None else params.guidance_scale,
+            defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt,
+        )
         if scale > 1 and negative is not None:
             return [row.prompt, negative], False
         return [row.prompt], scale > 1

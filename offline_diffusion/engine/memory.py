@@ -13,7 +13,7 @@ from offline_diffusion.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
 from offline_diffusion.errors import BackendError
 from offline_diffusion.models.base import DiffusionModel
-from offline_diffusion.request import Request
+from offline_diffusion.request import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -204,18 +204,13 @@ def _measured_pack(model: DiffusionModel, num_tokens: int) -> PackedBatch:
     caps = model.capabilities
     (prompt,) = model.prepare_encode([model.tokenize("measure")])
     side = caps.size_multiple * max(1, round(MEASURED_LENGTH**0.5 * caps.patch_pixels / caps.size_multiple))
-    tokens_each = caps.num_image_tokens(side, side) + prompt.shape[0]
+    tokens_each = caps.num_image_tokens(side, side) + prompt.num_tokens
+    params = SamplingParams(
+        height=side, width=side, num_inference_steps=8, true_cfg_scale=1.0, guidance_scale=1.0
+    )
     requests = []
     for index in range(max(1, round(num_tokens / tokens_each))):
-        request = Request(
-            request_id=str(index),
-            prompt="measure",
-            height=side,
-            width=side,
-            num_inference_steps=8,
-            true_cfg_scale=1.0,
-            seed=index,
-        )
+        request = caps.resolve(str(index), "measure", params, seed=index)
         sigmas, timesteps = model.prepare_timesteps(request)
         latents = model.prepare_latents(request).to(model.device).float()
         requests.append(PreparedRequest(request, prompt, None, sigmas, timesteps, latents))

@@ -18,7 +18,13 @@ from torch import Tensor
 from offline_diffusion.attention.metadata import AttentionMetadata, SequenceBounds
 from offline_diffusion.engine.solver import SigmaTable
 from offline_diffusion.kernels.packed_ops import guided_step_
-from offline_diffusion.models.base import DiffusionModel, PackedInput, RotaryTable
+from offline_diffusion.models.base import (
+    DiffusionModel,
+    PackedInput,
+    PromptEmbeds,
+    RotaryTable,
+    SequenceInputs,
+)
 from offline_diffusion.request import Request
 from offline_diffusion.upload import upload
 
@@ -29,25 +35,25 @@ class PreparedRequest:
 
     Args:
         request: What was asked; its size is in pixels.
-        prompt_embeds: ``[L, H]`` on the device.
-        negative_embeds: ``[L', H]`` on the device, None when guidance is off.
+        prompt_embeds: On the device.
+        negative_embeds: On the device, None when guidance is off.
         sigmas: ``[steps + 1]`` float32, CPU.
         timesteps: ``[steps]`` float32, CPU.
         latents: ``[S, C]`` float32 on the device. Set at the start and whenever a pack lets go.
         step_index: Steps done.
         encode_s: Seconds that preparing took, of a batch of prompts its share.
-        rotary: Of each branch, the positive one first; set by the request's first pack.
+        sequences: Its guidance branches, the positive one first; set by the request's first pack.
     """
 
     request: Request
-    prompt_embeds: Tensor
-    negative_embeds: Tensor | None
+    prompt_embeds: PromptEmbeds
+    negative_embeds: PromptEmbeds | None
     sigmas: Tensor
     timesteps: Tensor
     latents: Tensor
     step_index: int = 0
     encode_s: float = 0.0
-    rotary: list[RotaryTable] = field(default_factory=list)
+    sequences: list[_Sequence] = field(default_factory=list)
 
     @property
     def num_image_tokens(self) -> int:
@@ -55,12 +61,13 @@ class PreparedRequest:
 
     def branches(self, model: DiffusionModel) -> list[_Sequence]:
         """Its sequences, the positive one first."""
-        embeds = [self.prompt_embeds] + ([] if self.negative_embeds is None else [self.negative_embeds])
-        if not self.rotary:
-            height, width = self.request.height, self.request.width
-            self.rotary = [model.rotary_table(height, width, own.shape[0]) for own in embeds]
-        tables = zip(embeds, self.rotary, strict=True)
-        return [_Sequence(own, self.num_image_tokens, table) for own, table in tables]
+        if not self.sequences:
+            embeds = [self.prompt_embeds] + ([] if self.negative_embeds is None else [self.negative_embeds])
+            self.sequences = [
+                _Sequence(own.stream, self.num_image_tokens, model.prepare_sequence(self.request, own))
+                for own in embeds
+            ]
+        return self.sequences
 
 
 @dataclass(slots=True)
@@ -69,7 +76,7 @@ class _Sequence:
 
     prompt_embeds: Tensor
     num_image_tokens: int
-    rotary: RotaryTable
+    inputs: SequenceInputs
 
     @property
     def length(self) -> int:
@@ -90,7 +97,7 @@ class PackedBatch:
         guidance_scale: ``[R]`` float32; set once.
         owner: ``[T]`` int64, request of each token; set once.
         timesteps: Of each request, from the step it was packed at; set once.
-        num_seqs: Guidance branches; set once.
+        seq_request: Of each sequence its request; set once.
         num_steps: Steps done since packing.
         replay: Does the device's part of a step; set by the runner when it has recorded one.
     """
@@ -104,9 +111,14 @@ class PackedBatch:
     guidance_scale: Tensor
     owner: Tensor
     timesteps: list[list[float]]
-    num_seqs: int
+    seq_request: list[int]
     num_steps: int = 0
     replay: Callable[[], None] | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        """Guidance branches."""
+        return len(self.seq_request)
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +139,7 @@ class PackedBatch:
         guided = [index for index, request in enumerate(requests) if request.negative_embeds is not None]
         branches = [request.branches(model) for request in requests]
         sequences = [own[0] for own in branches] + [branches[index][1] for index in guided]
-        owners = [*range(len(requests)), *guided]
+        seq_request = [*range(len(requests)), *guided]
         latents = torch.cat([request.latents for request in requests])
         guided_tokens = _ranges([spans[index] for index in guided])
         img_source = torch.cat((torch.arange(sum(lengths)), guided_tokens))
@@ -136,7 +148,7 @@ class PackedBatch:
         timesteps = [request.timesteps[request.step_index :].tolist() for request in requests]
         scales = [request.request.true_cfg_scale for request in requests]
 
-        conditioning = model.prepare_step([own[0] for own in timesteps], _later(timesteps, 0))
+        conditioning = model.prepare_step(_current(timesteps, seq_request, 0), _later(timesteps, 0))
         img_source = upload(img_source, device)
         return cls(
             requests=requests,
@@ -146,21 +158,19 @@ class PackedBatch:
                 [request.step_index for request in requests],
                 device,
             ),
-            model_input=_model_input(
-                sequences, owners, latents.index_select(0, img_source), conditioning, device
-            ),
+            model_input=_model_input(sequences, latents.index_select(0, img_source), conditioning, device),
             img_source=img_source,
             negative_row=upload(negative_row, device),
             guidance_scale=upload(torch.tensor(scales, dtype=torch.float32), device),
             owner=upload(_repeat(range(len(requests)), lengths), device),
             timesteps=timesteps,
-            num_seqs=len(sequences),
+            seq_request=seq_request,
         )
 
     def refresh(self, model: DiffusionModel) -> None:
-        """Gives the model the requests' timesteps; the only host work of a step."""
+        """Gives the model the sequences' timesteps; the only host work of a step."""
         if self.num_steps:
-            current = [own[self.num_steps] for own in self.timesteps]
+            current = _current(self.timesteps, self.seq_request, self.num_steps)
             conditioning = model.prepare_step(current, _later(self.timesteps, self.num_steps))
             self.model_input.conditioning.copy_(conditioning)
 
@@ -200,6 +210,11 @@ class PackedBatch:
             request.latents = latents
 
 
+def _current(timesteps: list[list[float]], seq_request: list[int], step: int) -> list[float]:
+    """Each sequence's timestep at ``step``."""
+    return [timesteps[request][step] for request in seq_request]
+
+
 def _later(timesteps: list[list[float]], step: int) -> Iterator[float]:
     """The timesteps after ``step``, those of the next step first."""
     for index in range(step + 1, max(map(len, timesteps))):
@@ -208,7 +223,6 @@ def _later(timesteps: list[list[float]], step: int) -> Iterator[float]:
 
 def _model_input(
     sequences: list[_Sequence],
-    owners: list[int],
     latents: Tensor,
     conditioning: Tensor,
     device: torch.device,
@@ -220,22 +234,32 @@ def _model_input(
     img_spans = [(stop - length, stop) for (_, stop), length in zip(spans, img_lengths, strict=True)]
 
     keys = SequenceBounds.from_seqlens([sequence.length for sequence in sequences], device)
+    inputs = [sequence.inputs for sequence in sequences]
 
     return PackedInput(
         latents=latents,
         conditioning=conditioning,
         prompt_embeds=torch.cat([sequence.prompt_embeds for sequence in sequences]),
-        img_request=upload(_repeat(owners, img_lengths), device),
-        txt_request=upload(_repeat(owners, txt_lengths), device),
+        img_sequence=upload(_repeat(range(len(sequences)), img_lengths), device),
+        txt_sequence=upload(_repeat(range(len(sequences)), txt_lengths), device),
         img_to_joint=upload(_ranges(img_spans), device),
         txt_to_joint=upload(_ranges(txt_spans), device),
-        rotary=RotaryTable(
-            torch.cat([sequence.rotary.cos for sequence in sequences]),
-            torch.cat([sequence.rotary.sin for sequence in sequences]),
-        ),
+        rotary=_joined_rotary([own.rotary for own in inputs if own.rotary is not None]),
+        img_positions=_joined([own.img_positions for own in inputs if own.img_positions is not None]),
+        vectors=_joined([own.vector.unsqueeze(0) for own in inputs if own.vector is not None]),
         img_attention=AttentionMetadata(SequenceBounds.from_seqlens(img_lengths, device), keys),
         txt_attention=AttentionMetadata(SequenceBounds.from_seqlens(txt_lengths, device), keys),
     )
+
+
+def _joined_rotary(tables: list[RotaryTable]) -> RotaryTable | None:
+    if not tables:
+        return None
+    return RotaryTable(torch.cat([own.cos for own in tables]), torch.cat([own.sin for own in tables]))
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    return torch.cat(parts) if parts else None
 
 
 def _spans(lengths: list[int]) -> list[tuple[int, int]]:
@@ -249,7 +273,7 @@ def _ranges(spans: list[tuple[int, int]]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def _repeat(values: list[int] | range, lengths: list[int]) -> Tensor:
+def _repeat(values: range, lengths: list[int]) -> Tensor:
     """``values[i]`` repeated ``lengths[i]`` times, int64."""
-    table = torch.tensor(list(values), dtype=torch.int64)
+    table = torch.tensor(values, dtype=torch.int64)
     return table.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))

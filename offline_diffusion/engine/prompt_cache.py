@@ -7,9 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
+from offline_diffusion.models.base import DiffusionModel, PromptEmbeds, TokenizedPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -19,14 +17,14 @@ PROMPT_CACHE_TOKENS = 65_536
 
 @dataclass(slots=True)
 class _Encoded:
-    """A text stream ``[num_tokens, H]`` and the seconds it took, until a request has booked them."""
+    """An encoded prompt and the seconds it took, until a request has booked them."""
 
-    stream: Tensor
+    embeds: PromptEmbeds
     seconds: float
 
 
 class PromptCache:
-    """Text streams by token ids.
+    """Encoded prompts by token ids.
 
     A batch costs the same whether it is full or not. So what is wanted now takes along what is expected to
     be wanted later and is encoded in the same shape, the oldest first; nothing is encoded for that alone.
@@ -51,8 +49,8 @@ class PromptCache:
             if prompt.input_ids not in self._encoded and prompt.input_ids not in self._alone:
                 self._expected[prompt.input_ids] = prompt
 
-    def get(self, prompts: Sequence[TokenizedPrompt]) -> tuple[list[Tensor], float]:
-        """The text stream of each prompt, and the seconds that encoding them took and nobody has booked.
+    def get(self, prompts: Sequence[TokenizedPrompt]) -> tuple[list[PromptEmbeds], float]:
+        """Each prompt encoded, and the seconds that encoding them took and nobody has booked.
 
         When a batch fails, its prompts are encoded one by one from then on: this raises what the model
         raises for one of ``prompts`` itself.
@@ -63,15 +61,15 @@ class PromptCache:
             self._encode([prompt for prompt in prompts if prompt.input_ids not in self._encoded])
         finally:
             self._alone.difference_update(prompt.input_ids for prompt in prompts)
-        streams, seconds = [], 0.0
+        found, seconds = [], 0.0
         for prompt in prompts:
             encoded = self._encoded[prompt.input_ids]
             self._encoded.move_to_end(prompt.input_ids)
-            streams.append(encoded.stream)
+            found.append(encoded.embeds)
             seconds += encoded.seconds
             encoded.seconds = 0.0
         self._evict()
-        return streams, seconds
+        return found, seconds
 
     def clear(self) -> None:
         """Forgets what is encoded, and which batches failed: memory may have been at fault."""
@@ -121,15 +119,15 @@ class PromptCache:
         if not prompts:
             return
         start = self._clock()
-        streams = self._model.prepare_encode(prompts)
+        encoded = self._model.prepare_encode(prompts)
         share = (self._clock() - start) / len(prompts)
-        for prompt, stream in zip(prompts, streams, strict=True):
-            self._encoded[prompt.input_ids] = _Encoded(stream, share)
-            self._num_tokens += stream.shape[0]
+        for prompt, embeds in zip(prompts, encoded, strict=True):
+            self._encoded[prompt.input_ids] = _Encoded(embeds, share)
+            self._num_tokens += embeds.num_tokens
         self.num_encoded += len(prompts)
 
     def _evict(self) -> None:
         """The least recently used, down to the limit; the last one stays in any case."""
         while self._num_tokens > PROMPT_CACHE_TOKENS and len(self._encoded) > 1:
             _, oldest = self._encoded.popitem(last=False)
-            self._num_tokens -= oldest.stream.shape[0]
+            self._num_tokens -= oldest.embeds.num_tokens

@@ -178,6 +178,8 @@ def _norm_rotate(
     target,
     eps,
     A,
+    NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
     A_BLOCK: tl.constexpr,
     D: tl.constexpr,
 ):
@@ -187,15 +189,17 @@ def _norm_rotate(
     offsets = heads[:, None] * D + columns[None, :]
     mask = (heads < A)[:, None] & (columns < D)[None, :]
     x = tl.load(x_ptr + source + offsets, mask=mask, other=0.0).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-    x = x * tl.load(weight_ptr + columns).to(tl.float32)[None, :]
-    half = tl.arange(0, D // 2)
-    cos = tl.load(cos_ptr + angle * (D // 2) + half)[None, :]
-    sin = tl.load(sin_ptr + angle * (D // 2) + half)[None, :]
-    even, odd = tl.split(tl.reshape(x, (A_BLOCK, D // 2, 2)))
-    out = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-    out = tl.reshape(out, (A_BLOCK, D))
-    tl.store(out_ptr + target * A * D + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if NORM:
+        x = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        x = x * tl.load(weight_ptr + columns).to(tl.float32)[None, :]
+    if ROTATE:
+        half = tl.arange(0, D // 2)
+        cos = tl.load(cos_ptr + angle * (D // 2) + half)[None, :]
+        sin = tl.load(sin_ptr + angle * (D // 2) + half)[None, :]
+        even, odd = tl.split(tl.reshape(x, (A_BLOCK, D // 2, 2)))
+        x = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+        x = tl.reshape(x, (A_BLOCK, D))
+    tl.store(out_ptr + target * A * D + offsets, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -211,6 +215,8 @@ def _scatter_qkv(
     v_ptr,
     eps,
     A,
+    NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
     A_BLOCK: tl.constexpr,
     D: tl.constexpr,
 ):
@@ -219,8 +225,10 @@ def _scatter_qkv(
     width = A * D
     q = token * 3 * width
     k = q + width
-    _norm_rotate(qkv_ptr, weight_q_ptr, cos_ptr, sin_ptr, q_ptr, q, joint, token, eps, A, A_BLOCK, D)
-    _norm_rotate(qkv_ptr, weight_k_ptr, cos_ptr, sin_ptr, k_ptr, k, joint, joint, eps, A, A_BLOCK, D)
+    _norm_rotate(qkv_ptr, weight_q_ptr, cos_ptr, sin_ptr, q_ptr, q, joint, token, eps, A,
+                 NORM, ROTATE, A_BLOCK, D)  # fmt: skip
+    _norm_rotate(qkv_ptr, weight_k_ptr, cos_ptr, sin_ptr, k_ptr, k, joint, joint, eps, A,
+                 NORM, ROTATE, A_BLOCK, D)  # fmt: skip
     columns = tl.arange(0, A_BLOCK * D)
     mask = columns < width
     v = tl.load(qkv_ptr + k + width + columns, mask=mask)
@@ -311,12 +319,12 @@ def guided_step_(
 
 def scatter_qkv(
     qkv: Tensor,
-    weight_q: Tensor,
-    weight_k: Tensor,
+    weight_q: Tensor | None,
+    weight_k: Tensor | None,
     eps: float,
     to_joint: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """See ``packed_ops.scatter_qkv``."""
@@ -324,7 +332,8 @@ def scatter_qkv(
     num_tokens, _, num_heads, head_dim = qkv.shape
     assert head_dim == triton.next_power_of_2(head_dim), f"head size {head_dim} is no power of two"
     _launch(_scatter_qkv, num_tokens, qkv, weight_q, weight_k, cos, sin, to_joint, *out, eps, num_heads,
-            A_BLOCK=triton.next_power_of_2(num_heads), D=head_dim, num_warps=4)  # fmt: skip
+            NORM=weight_q is not None, ROTATE=cos is not None, A_BLOCK=triton.next_power_of_2(num_heads),
+            D=head_dim, num_warps=4)  # fmt: skip
 
 
 def _launch(kernel: Any, num_programs: int, *args: Any, **options: Any) -> None:

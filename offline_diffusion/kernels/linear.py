@@ -62,11 +62,11 @@ class PackedLinear:
 
     def feed_forward(self, out: PackedLinear, x: Tensor | Quantized) -> Tensor:
         """``out`` of the tanh-approximated GELU of this product."""
-        assert isinstance(x, Tensor)
         return out(self.gelu(x))
 
-    def gelu(self, x: Tensor) -> Tensor:
+    def gelu(self, x: Tensor | Quantized) -> Tensor:
         """The product followed by tanh-approximated GELU: one kernel on a GPU, where cuBLAS fuses both."""
+        assert isinstance(x, Tensor)
         if not x.is_cuda:
             return F.gelu(self(x), approximate="tanh")
         padded = pad_rows(x, self.min_rows)

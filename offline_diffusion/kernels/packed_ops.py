@@ -125,22 +125,23 @@ def quantize_rows(x: Tensor, quantize: QuantFormat, *, gelu: bool = False) -> Qu
 
 def scatter_qkv(
     qkv: Tensor,
-    weight_q: Tensor,
-    weight_k: Tensor,
+    weight_q: Tensor | None,
+    weight_k: Tensor | None,
     eps: float,
     to_joint: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """RMS norm of q and k per head, their rotation, and the move of k and v to joint order.
 
     Args:
         qkv: ``[T, 3, A, D]`` of one stream.
-        weight_q, weight_k: ``[D]``, of the norms.
+        weight_q, weight_k: ``[D]``, of the norms; both None: q and k are not normed.
         eps: Of the norms.
         to_joint: ``[T]`` int64, row of k, v and the angles for each token.
-        cos, sin: ``[T_joint, D/2]`` float32, the angle of neighbouring channel pairs, in joint order.
+        cos, sin: ``[T_joint, D/2]`` float32, the angle of neighbouring channel pairs, in joint order; both
+            None: q and k are not rotated.
         out: q ``[T, A, D]`` in the stream's order; k, v ``[T_joint, A, D]``, of which only the rows of
             ``to_joint`` are written.
     """
@@ -150,10 +151,13 @@ def scatter_qkv(
         fused.scatter_qkv(qkv, weight_q, weight_k, eps, to_joint, cos, sin, out)
         return
     q, k, v = qkv.unbind(1)
-    cos, sin = cos.index_select(0, to_joint), sin.index_select(0, to_joint)
-    width = q.shape[-1:]
-    out[0].copy_(rotate(F.rms_norm(q, width, weight_q, eps), cos, sin))
-    out[1].index_copy_(0, to_joint, rotate(F.rms_norm(k, width, weight_k, eps), cos, sin))
+    if weight_q is not None:
+        q, k = (F.rms_norm(x, x.shape[-1:], own, eps) for x, own in ((q, weight_q), (k, weight_k)))
+    if cos is not None and sin is not None:
+        cos, sin = cos.index_select(0, to_joint), sin.index_select(0, to_joint)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    out[0].copy_(q)
+    out[1].index_copy_(0, to_joint, k)
     out[2].index_copy_(0, to_joint, v)
 
 

@@ -33,6 +33,24 @@ class TokenizedPrompt:
     truncated_tokens: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptEmbeds:
+    """An encoded prompt.
+
+    Args:
+        stream: ``[L, H]``, the text stream, ready for the first block.
+        pooled: ``[P]``, the prompt as one vector; None in families that have none.
+    """
+
+    stream: Tensor
+    pooled: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """L, the length of the text stream."""
+        return self.stream.shape[0]
+
+
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
     """Rotary angles of one sequence in joint order (text, then image), ``[S, D/2]`` float32 each."""
@@ -41,23 +59,43 @@ class RotaryTable:
     sin: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceInputs:
+    """What one sequence has besides its text and latents, the same at every step.
+
+    A family sets what it uses, and the same for all its sequences.
+
+    Args:
+        rotary: Angles of its tokens.
+        img_positions: ``[S_img]`` int64, row of each image token in the family's own table of positions.
+        vector: ``[V]``, what it is conditioned on besides its timestep.
+    """
+
+    rotary: RotaryTable | None = None
+    img_positions: Tensor | None = None
+    vector: Tensor | None = None
+
+
 @dataclass(slots=True)
 class PackedInput:
     """What a packed family's forward sees: two flat streams and how they fall into sequences.
 
     All but ``latents`` and ``conditioning`` are set by ``PackedBatch`` when the composition changes
-    and stay; those two are refilled in place every step. T_img and T_txt count tokens over all sequences,
-    T_joint is their sum, R is the number of requests.
+    and stay; those two are refilled in place every step. N is the number of sequences; T_img and T_txt count
+    tokens over all of them, T_joint is their sum.
 
     Args:
         latents: ``[T_img, C]`` float32, noisy image tokens of every sequence.
-        conditioning: ``[R, …]``, what ``DiffusionModel.prepare_step`` made of the requests' timesteps.
+        conditioning: ``[N, …]``, what ``DiffusionModel.prepare_step`` made of the sequences' timesteps.
         prompt_embeds: ``[T_txt, H]``, the text stream at the blocks' width.
-        img_request: ``[T_img]`` int64, whose timestep an image token has.
-        txt_request: ``[T_txt]`` int64, likewise for text tokens.
+        img_sequence: ``[T_img]`` int64, the sequence of an image token.
+        txt_sequence: ``[T_txt]`` int64, likewise for text tokens.
         img_to_joint: ``[T_img]`` int64, place of an image token in joint order.
         txt_to_joint: ``[T_txt]`` int64, place of a text token in joint order.
-        rotary: Angles of every token in joint order.
+        rotary: Angles of every token in joint order; this and the next two None where the family's
+            `SequenceInputs` have none.
+        img_positions: ``[T_img]`` int64, see `SequenceInputs`.
+        vectors: ``[N, V]``, likewise.
         img_attention: Bounds of the sequences: queries in the image stream, keys in joint order.
         txt_attention: Likewise for queries in the text stream.
     """
@@ -65,11 +103,13 @@ class PackedInput:
     latents: Tensor
     conditioning: Tensor
     prompt_embeds: Tensor
-    img_request: Tensor
-    txt_request: Tensor
+    img_sequence: Tensor
+    txt_sequence: Tensor
     img_to_joint: Tensor
     txt_to_joint: Tensor
-    rotary: RotaryTable
+    rotary: RotaryTable | None
+    img_positions: Tensor | None
+    vectors: Tensor | None
     img_attention: AttentionMetadata
     txt_attention: AttentionMetadata
 
@@ -109,8 +149,8 @@ class DiffusionModel(Protocol):
         """
         ...
 
-    def prepare_encode(self, prompts: Sequence[TokenizedPrompt]) -> list[Tensor]:
-        """The text stream of each prompt, ``[num_tokens, H]``, ready for the first block.
+    def prepare_encode(self, prompts: Sequence[TokenizedPrompt]) -> list[PromptEmbeds]:
+        """Each prompt encoded, its stream ``[num_tokens, H]``.
 
         A prompt's bits are the same whichever others are given with it.
         """
@@ -124,12 +164,12 @@ class DiffusionModel(Protocol):
         """``sigmas`` ``[steps + 1]`` and ``timesteps`` ``[steps]``, float32 on the CPU."""
         ...
 
-    def rotary_table(self, height: int, width: int, num_text_tokens: int) -> RotaryTable:
-        """Angles of one sequence from the request's own shape in pixels."""
+    def prepare_sequence(self, request: Request, prompt: PromptEmbeds) -> SequenceInputs:
+        """What one guidance branch of a request has, from the request's own shape and values."""
         ...
 
     def prepare_step(self, timesteps: Sequence[float], later: Iterable[float]) -> Tensor:
-        """What `denoise_step` needs of the requests' timesteps (0 … 1000), ``[R, …]``.
+        """What `denoise_step` needs of the sequences' timesteps (0 … 1000), ``[N, …]``.
 
         Host code and uploads belong here, none into `denoise_step`. ``later`` are the timesteps that will
         be wanted next, the most urgent first.

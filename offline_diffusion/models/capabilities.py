@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from offline_diffusion.request import Request, SamplingParams
 
@@ -18,6 +19,23 @@ class BatchKind(Enum):
     """Only requests of one latent shape, stacked along a batch axis."""
 
 
+GuidanceMeaning = Literal["true_cfg", "embedded", "classic"]
+"""What a family's diffusers pipeline makes of the two scales. ``true_cfg``: ``true_cfg_scale`` is classic
+guidance, active with a negative prompt. ``embedded``: besides, ``guidance_scale`` is an input of the model.
+``classic``: ``guidance_scale`` is classic guidance, and no negative prompt is an empty one."""
+
+
+class Guidance(NamedTuple):
+    """Both scales and the negative prompt, resolved.
+
+    Classic guidance is on for ``true_cfg_scale`` above 1 with a negative prompt, whatever it is called.
+    """
+
+    true_cfg_scale: float
+    guidance_scale: float | None
+    negative_prompt: str | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """Limits, defaults and the cost formula of one checkpoint.
@@ -29,11 +47,17 @@ class Capabilities:
         default_height, default_width: Pixels.
         size_multiple: Height and width must be multiples of this.
         max_size: Largest height or width in pixels that the position tables reach.
-        default_num_inference_steps, default_true_cfg_scale: As the diffusers pipeline has them.
-        max_prompt_tokens: Longer prompts are cut, and the cut is recorded.
-        guidance: Meaning of guidance: ``true_cfg`` or ``embedded``.
+        default_num_inference_steps, default_true_cfg_scale, default_guidance_scale: As the diffusers pipeline
+            has them, or the model's card for a distilled one.
+        max_prompt_tokens: Of the encoder that reads most.
+        prompt_limits: Tokens that each text encoder reads, special ones included. Longer prompts are cut, and
+            what any encoder has cut is recorded.
+        padded_text_tokens: Text tokens of every sequence, where prompts are padded; None: a prompt's own.
+        guidance: See `GuidanceMeaning`.
         patch_pixels: Pixels along one side of an image token.
         num_layers, hidden_size: For the FLOP formula.
+        num_image_layers: Of the layers those with a second attention, over the image alone.
+        num_parameters: Of the transformer's blocks, for the memory formula; 0 where it is not known.
         supports_lora: Whether rows may name an adapter.
     """
 
@@ -46,27 +70,52 @@ class Capabilities:
     max_size: int = 65_536
     default_num_inference_steps: int = 50
     default_true_cfg_scale: float = 4.0
+    default_guidance_scale: float | None = None
     max_prompt_tokens: int = 512
-    guidance: str = "true_cfg"
+    prompt_limits: Mapping[str, int] = field(default_factory=dict)
+    padded_text_tokens: int | None = None
+    guidance: GuidanceMeaning = "true_cfg"
     patch_pixels: int = 16
     num_layers: int = 60
     hidden_size: int = 3072
+    num_image_layers: int = 0
+    num_parameters: int = 0
     supports_lora: bool = False
 
     def num_image_tokens(self, height: int, width: int) -> int:
         """Image tokens of a ``height`` × ``width`` pixel image."""
         return (height // self.patch_pixels) * (width // self.patch_pixels)
 
-    def forward_flops(self, num_tokens: int) -> float:
-        """FLOPs of one forward of one sequence of ``num_tokens`` image and text tokens.
+    def num_text_tokens(self, num_prompt_tokens: int) -> int:
+        """Text tokens of a sequence whose prompt has so many."""
+        if self.padded_text_tokens is not None:
+            return self.padded_text_tokens
+        return min(num_prompt_tokens, self.max_prompt_tokens)
 
-        24·H²·S·L for the projections and feed-forwards, 4·S²·H·L for attention.
+    def forward_flops(self, num_tokens: int, num_image_tokens: int = 0) -> float:
+        """FLOPs of one forward of one sequence.
+
+        24·H²·S·L for the projections and feed-forwards, 4·S²·H·L for attention; a second attention over the
+        image is 8·H²·S + 4·S²·H of its own tokens.
+
+        Args:
+            num_tokens: S, image and text.
+            num_image_tokens: Of these, where the family has layers for the image alone.
         """
-        h, layers, s = self.hidden_size, self.num_layers, num_tokens
-        return 24.0 * h * h * s * layers + 4.0 * s * s * h * layers
+        h, layers, s, i = self.hidden_size, self.num_layers, num_tokens, num_image_tokens
+        joint = 24.0 * h * h * s * layers + 4.0 * s * s * h * layers
+        return joint + (8.0 * h * h * i + 4.0 * i * i * h) * self.num_image_layers
 
-    def with_defaults(self, overrides: dict[str, Any]) -> Capabilities:
-        """A copy with other defaults: height, width, num_inference_steps, true_cfg_scale."""
+    def step_bytes(self, num_tokens: int, bytes_per_value: int = 2) -> int:
+        """Memory of the blocks and of a step of so many tokens: a lower bound, for plans.
+
+        Parameters, and for each token 12·H values that live at once: its stream, normed rows, queries, keys
+        and values, and what is widest of a feed-forward. Text encoders and the VAE come on top.
+        """
+        return (self.num_parameters + 12 * self.hidden_size * num_tokens) * bytes_per_value
+
+    def with_defaults(self, overrides: Mapping[str, Any]) -> Capabilities:
+        """A copy with other defaults: height, width, num_inference_steps, true_cfg_scale, guidance_scale."""
         known = {f"default_{key}": value for key, value in overrides.items() if value is not None}
         return replace(self, **known)
 
@@ -89,6 +138,19 @@ class Capabilities:
             return f"lora is not supported for model family {self.family!r}"
         return None
 
+    def resolve_guidance(
+        self, true_cfg_scale: float | None, guidance_scale: float | None, negative_prompt: str | None
+    ) -> Guidance:
+        """Fills in what is not given. A ``classic`` family takes either scale, ``guidance_scale`` first."""
+        if self.guidance == "classic":
+            given = (guidance_scale, true_cfg_scale, self.default_guidance_scale)
+            scale = next(own for own in given if own is not None)
+            negative = "" if negative_prompt is None and scale > 1 else negative_prompt
+            return Guidance(scale, scale, negative)
+        true_scale = self.default_true_cfg_scale if true_cfg_scale is None else true_cfg_scale
+        scale_in = self.default_guidance_scale if guidance_scale is None else guidance_scale
+        return Guidance(true_scale, scale_in, negative_prompt)
+
     def resolve(self, request_id: str, prompt: str, params: SamplingParams, *, seed: int) -> Request:
         """Fills in the model's defaults.
 
@@ -96,16 +158,17 @@ class Capabilities:
             ValueError: The size does not fit the model, or it lacks what the parameters ask for.
         """
         height, width = params.height, params.width
-        steps, scale = params.num_inference_steps, params.true_cfg_scale
+        steps = params.num_inference_steps
+        guidance = self.resolve_guidance(params.true_cfg_scale, params.guidance_scale, params.negative_prompt)
         request = Request(
             request_id=request_id,
             prompt=prompt,
-            negative_prompt=params.negative_prompt,
+            negative_prompt=guidance.negative_prompt,
             height=self.default_height if height is None else height,
             width=self.default_width if width is None else width,
             num_inference_steps=self.default_num_inference_steps if steps is None else steps,
-            true_cfg_scale=self.default_true_cfg_scale if scale is None else scale,
-            guidance_scale=params.guidance_scale,
+            true_cfg_scale=guidance.true_cfg_scale,
+            guidance_scale=guidance.guidance_scale,
             seed=seed,
             lora=params.lora,
             lora_scale=params.lora_scale,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Family:
         capabilities: Makes a checkpoint's capabilities from its configs.
         batch_kind: How requests share a step.
         example: A checkpoint's hub id.
+        named_defaults: Defaults of checkpoints whose name contains a word, where no config tells them apart.
     """
 
     name: str
@@ -54,6 +55,17 @@ class Family:
     capabilities: Callable[[ConfigReader], Capabilities]
     batch_kind: BatchKind
     example: str
+    named_defaults: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def defaults_of(self, source: str) -> dict[str, float]:
+        """What ``named_defaults`` say of the checkpoint at ``source``, a folder or a hub id."""
+        name = Path(source).name.lower()
+        return {
+            key: value
+            for word, own in self.named_defaults.items()
+            if word in name
+            for key, value in own.items()
+        }
 
 
 def _qwen_image(read: ConfigReader) -> Capabilities:
@@ -69,9 +81,42 @@ def _qwen_image(read: ConfigReader) -> Capabilities:
         # positions: images from -n/2 to n/2, text after n/2, both in one table of 4096
         max_size=2 * (4096 - 512) * patch_pixels,
         patch_pixels=patch_pixels,
+        prompt_limits={"qwen2.5-vl": 512},
         num_layers=transformer.get("num_layers", 60),
         hidden_size=hidden,
+        num_parameters=36 * hidden**2 * transformer.get("num_layers", 60),
     )
+
+
+def _flux(read: ConfigReader) -> Capabilities:
+    transformer, vae, clip = (read(f"{part}/config.json") for part in ("transformer", "vae", "text_encoder"))
+    num_double, num_single = transformer.get("num_layers", 19), transformer.get("num_single_layers", 38)
+    hidden = transformer.get("num_attention_heads", 24) * transformer.get("attention_head_dim", 128)
+    is_dev = transformer.get("guidance_embeds", False)
+    vae_pixels = _vae_pixels(vae)
+    return Capabilities(
+        family="flux",
+        pipeline="FluxPipeline",
+        default_height=128 * vae_pixels,
+        default_width=128 * vae_pixels,
+        size_multiple=2 * vae_pixels,
+        patch_pixels=2 * vae_pixels,
+        default_num_inference_steps=28 if is_dev else 4,
+        default_true_cfg_scale=1.0,
+        default_guidance_scale=3.5 if is_dev else None,
+        guidance="embedded" if is_dev else "true_cfg",
+        max_prompt_tokens=512,
+        prompt_limits={"clip": clip.get("max_position_embeddings", 77), "t5": 512},
+        padded_text_tokens=512,
+        num_layers=num_double + num_single,
+        hidden_size=hidden,
+        num_parameters=(36 * num_double + 15 * num_single) * hidden**2,
+    )
+
+
+def _vae_pixels(vae: Mapping[str, Any]) -> int:
+    """Pixels along one side of a latent of an ``AutoencoderKL``."""
+    return int(2 ** (len(vae.get("block_out_channels", (0,))) - 1))
 
 
 FAMILIES = (
@@ -83,6 +128,15 @@ FAMILIES = (
         capabilities=_qwen_image,
         batch_kind=BatchKind.PACKED,
         example="Qwen/Qwen-Image",
+    ),
+    Family(
+        name="flux",
+        pipeline="FluxPipeline",
+        module="offline_diffusion.models.flux",
+        class_name="Flux",
+        capabilities=_flux,
+        batch_kind=BatchKind.PACKED,
+        example="black-forest-labs/FLUX.1-dev",
     ),
 )
 
@@ -119,16 +173,16 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     family = _family_of(str(index.get("_class_name")), model)
     _check_libraries(index, model)
     capabilities = family.capabilities(read)
-    overrides = _optional(read, DEFAULTS_FILE)
-    capabilities = capabilities.with_defaults(_checked_defaults(overrides, model))
+    overrides = family.defaults_of(model) | _checked_defaults(_optional(read, DEFAULTS_FILE), model)
+    capabilities = capabilities.with_defaults(overrides)
     content = _folder_content(Path(source)) if is_folder else _hub_commit(source, revision)
     identity = {"model": model, "revision": revision, "pipeline": family.pipeline, "content": content}
     return Checkpoint(source, revision, family, capabilities, identity)
 
 
 def _checked_defaults(overrides: dict[str, Any], model: str) -> dict[str, Any]:
-    names = ("height", "width", "num_inference_steps", "true_cfg_scale")
-    defaults: dict[str, Any] = {name: overrides.get(name) for name in names}
+    names = ("height", "width", "num_inference_steps", "true_cfg_scale", "guidance_scale")
+    defaults: dict[str, Any] = {name: overrides[name] for name in names if overrides.get(name) is not None}
     try:
         SamplingParams(**defaults)
     except ValueError as error:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.engine import Engine
-from offline_diffusion.models.base import GuidanceRule, PackedInput, RotaryTable, TokenizedPrompt
+from offline_diffusion.models.base import (
+    GuidanceRule,
+    PackedInput,
+    PromptEmbeds,
+    RotaryTable,
+    SequenceInputs,
+    TokenizedPrompt,
+)
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import Request
 
@@ -66,7 +73,7 @@ class FakeModel:
         self.encoded: Counter[str] = Counter()
         self.encode_calls: list[list[str]] = []
         self.encode_rows = 4
-        self.num_rotary = 0
+        self.num_sequences = 0
         self.later: list[float] = []
         self.on_tokenize: Callable[[str], None] = _nothing
         self.on_encode: Callable[[str], None] = _nothing
@@ -84,13 +91,14 @@ class FakeModel:
     def encode_shape(self, prompt: TokenizedPrompt) -> tuple[int, int]:
         return self.encode_rows, 10 * -(len(prompt.input_ids) // -10)
 
-    def prepare_encode(self, prompts: Sequence[TokenizedPrompt]) -> list[Tensor]:
+    def prepare_encode(self, prompts: Sequence[TokenizedPrompt]) -> list[PromptEmbeds]:
         texts = ["".join(map(chr, prompt.input_ids)) for prompt in prompts]
         self.encode_calls.append(texts)
         for text in texts:
             self.on_encode(text)
         self.encoded.update(texts)
-        return [torch.tensor(p.input_ids, dtype=torch.float32).unsqueeze(1) / 100 for p in prompts]
+        values = (torch.tensor(own.input_ids, dtype=torch.float32) / 100 for own in prompts)
+        return [PromptEmbeds(own.unsqueeze(1)) for own in values]
 
     def prepare_latents(self, request: Request) -> Tensor:
         generator = torch.Generator().manual_seed(request.seed)
@@ -101,10 +109,10 @@ class FakeModel:
         sigmas = torch.linspace(1, 0, request.num_inference_steps + 1)
         return sigmas, sigmas[:-1] * 1000
 
-    def rotary_table(self, height: int, width: int, num_text_tokens: int) -> RotaryTable:
-        self.num_rotary += 1
-        num_tokens = self.capabilities.num_image_tokens(height, width) + num_text_tokens
-        return RotaryTable(torch.ones(num_tokens, 1), torch.zeros(num_tokens, 1))
+    def prepare_sequence(self, request: Request, prompt: PromptEmbeds) -> SequenceInputs:
+        self.num_sequences += 1
+        num_tokens = self.capabilities.num_image_tokens(request.height, request.width) + prompt.num_tokens
+        return SequenceInputs(rotary=RotaryTable(torch.ones(num_tokens, 1), torch.zeros(num_tokens, 1)))
 
     def prepare_step(self, timesteps: Sequence[float], later: Iterable[float]) -> Tensor:
         self.later = list(later)
@@ -117,7 +125,7 @@ class FakeModel:
         own_img = torch.searchsorted(starts, batch.img_to_joint, right=True)
         sums = torch.zeros(len(starts)).index_add(0, own_txt, batch.prompt_embeds.squeeze(1))
         means = sums / torch.bincount(own_txt, minlength=len(starts))
-        times = batch.conditioning[batch.img_request] / 1000
+        times = batch.conditioning[batch.img_sequence] / 1000
         return batch.latents / 2 + (means[own_img] + times).unsqueeze(1)
 
     def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:

@@ -90,7 +90,7 @@ def test_the_pack_is_rebuilt_only_when_its_composition_changes() -> None:
     list(make_engine(model).generate(requests))
     packs = [len(list(same)) for _, same in itertools.groupby(seen, key=id)]
     assert packs == [2, 3, 4]  # of three requests, then two, then one
-    assert model.num_rotary == 3  # one table a sequence
+    assert model.num_sequences == 3  # prepared once each
 
 
 def test_a_constant_composition_is_built_once() -> None:
@@ -239,10 +239,11 @@ def test_no_step_has_more_tokens_than_the_budget_but_for_a_lone_request() -> Non
     packs: list[tuple[int, int]] = []
 
     def look(batch: PackedInput) -> None:
-        packs.append((num_joint_tokens(batch), len(batch.conditioning)))
+        packs.append((num_joint_tokens(batch), engine.num_running))
 
     model.on_denoise = look
-    list(make_engine(model, max_num_batched_tokens=60).generate(random_requests(5)))
+    engine = make_engine(model, max_num_batched_tokens=60)
+    list(engine.generate(random_requests(5)))
     assert max(tokens for tokens, _ in packs) > 60  # there was an oversize one
     assert all(tokens <= 60 or requests == 1 for tokens, requests in packs)
 
@@ -265,9 +266,13 @@ def test_both_branches_of_unlike_requests_share_a_forward() -> None:
     assert first.img_attention.queries.cu_seqlens.tolist() == [0, 3, 7, 10]
     assert first.txt_attention.queries.cu_seqlens.tolist() == [0, 3, 5, 9]
     assert (first.img_attention.queries.max_seqlen, first.txt_attention.queries.max_seqlen) == (4, 4)
-    assert first.conditioning.tolist() == [750.0, 500.0]  # refreshed since: those of the last common step
-    assert first.txt_request.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0]
-    assert first.img_request.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
+    assert first.conditioning.tolist() == [
+        750.0,
+        500.0,
+        750.0,
+    ]  # refreshed since: those of the last common step
+    assert first.txt_sequence.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
+    assert first.img_sequence.tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
     assert first.txt_to_joint.tolist() == [0, 1, 2, 6, 7, 12, 13, 14, 15]
     assert first.img_to_joint.tolist() == [3, 4, 5, 8, 9, 10, 11, 16, 17, 18]
 

@@ -272,7 +272,7 @@ def test_out_of_memory_gives_cached_prompts_back() -> None:
     model = FakeModel()
     engine = Engine(model, EngineConfig(max_num_seqs=1))
     list(engine.generate([make_request("a", "first")]))
-    kept = weakref.ref(engine.runner.prompts.get([model.tokenize("first")])[0][0])
+    kept = weakref.ref(engine.runner.prompts.get([model.tokenize("first")])[0][0].stream)
     assert model.encoded == {"first": 1}
     failures = iter([True])
     model.on_denoise = raising(torch.OutOfMemoryError("no"), lambda _: next(failures, False))

@@ -71,9 +71,11 @@ def test_index_maps_cover_every_token_once(requests: list[Request]) -> None:
     joint = torch.cat((packed.img_to_joint, packed.txt_to_joint)).sort().values
     assert torch.equal(joint, torch.arange(len(joint)))
     assert len(joint) == sum(packed.seqlens) == len(packed.rotary.cos)
+    assert packed.img_positions is packed.vectors is None
     assert torch.equal(packed.latents, batch.latents[batch.img_source])
-    assert torch.equal(batch.owner[batch.img_source], packed.img_request)
-    assert len(packed.conditioning) == len(requests)
+    request_of = torch.tensor(batch.seq_request)
+    assert torch.equal(batch.owner[batch.img_source], request_of[packed.img_sequence])
+    assert len(packed.conditioning) == batch.num_seqs
 
 
 def test_building_and_stepping_leave_the_requests_latents_alone() -> None:

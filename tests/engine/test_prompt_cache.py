@@ -36,9 +36,9 @@ def tokenize(texts: Iterable[str]) -> list[TokenizedPrompt]:
 
 
 def get(cache: PromptCache, *texts: str) -> list[str]:
-    """The texts that the streams stand for."""
-    streams, _ = cache.get(tokenize(texts))
-    return ["".join(chr(round(float(value) * 100)) for value in stream) for stream in streams]
+    """The texts that the encoded prompts stand for."""
+    encoded, _ = cache.get(tokenize(texts))
+    return ["".join(chr(round(float(value) * 100)) for value in own.stream) for own in encoded]
 
 
 def fail_on(text: str) -> Callable[[str], None]:
@@ -189,7 +189,7 @@ def test_the_least_recently_used_go_first(
 def test_clearing_lets_go_of_everything_encoded(cache: PromptCache, model: FakeModel) -> None:
     get(cache, "a", "b")
     cache.clear()
-    assert torch.equal(cache.get(tokenize("a"))[0][0], torch.tensor([[0.97]]))
+    assert torch.equal(cache.get(tokenize("a"))[0][0].stream, torch.tensor([[0.97]]))
     assert model.encode_calls == [["a", "b"], ["a"]]
 
 

@@ -25,9 +25,9 @@ def test_a_prompts_bits_do_not_depend_on_company(gpu_model: Any, seed: int) -> N
     alone = [gpu_model.prepare_encode([prompt])[0] for prompt in prompts]
     for order in (range(12), rng.sample(range(12), 12)):
         together = gpu_model.prepare_encode([prompts[index] for index in order])
-        for index, stream in zip(order, together, strict=True):
-            assert stream.isfinite().all()
-            assert torch.equal(stream, alone[index]), texts[index]
+        for index, encoded in zip(order, together, strict=True):
+            assert encoded.stream.isfinite().all()
+            assert torch.equal(encoded.stream, alone[index].stream), texts[index]
 
 
 @torch.inference_mode()

@@ -128,6 +128,28 @@ def test_scatter_qkv(dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
     assert all(bool((part[untouched] == 9).all()) for part in out[1:])
 
 
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("has_angles", [False, True])
+def test_scatter_qkv_leaves_out_what_a_family_has_not(has_norms: bool, has_angles: bool) -> None:
+    """Norms by a weight of ones and rotation by no angle are told apart from none at all."""
+    qkv = _randn(4, 3, 3, 64, dtype=torch.float32)
+    to_joint = torch.tensor([5, 0, 3, 1], device=DEVICE)
+    weights = [_randn(64, dtype=torch.float32) if has_norms else None for _ in range(2)]
+    angles = _randn(6, 32, dtype=torch.float32)
+    turn = (angles.cos(), angles.sin()) if has_angles else (None, None)
+    out, expected = (
+        tuple(torch.zeros(n, 3, 64, device=device) for n in (4, 6, 6)) for device in (DEVICE, "cpu")
+    )
+    fused.scatter_qkv(qkv, *weights, 1e-6, to_joint, *turn, out)
+    on_cpu = [None if x is None else x.cpu() for x in (*weights, *turn)]
+    packed_ops.scatter_qkv(qkv.cpu(), *on_cpu[:2], 1e-6, to_joint.cpu(), *on_cpu[2:], expected)
+    for part, wanted in zip(out, expected, strict=True):
+        assert torch.allclose(part.cpu(), wanted, atol=1e-5)
+    if not has_norms and not has_angles:
+        assert torch.equal(out[0], qkv[:, 0])
+        assert torch.equal(out[1][to_joint], qkv[:, 1])
+
+
 def test_no_tokens_is_no_launch() -> None:
     empty, mods = _randn(0, 64, dtype=torch.float32), _randn(1, 64, dtype=torch.float32)
     index = torch.empty(0, dtype=torch.int64, device=DEVICE)

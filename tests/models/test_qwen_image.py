@@ -291,9 +291,9 @@ def test_prompt_embeddings_are_the_pipelines(model: Any, tiny_pipeline: Any, pro
     assert mask is None
     assert tokenized.num_tokens == embeds.shape[1]
     assert tokenized.truncated_tokens == 0
-    (stream,) = model.prepare_encode([tokenized])
-    assert stream.shape == expected.shape
-    assert (stream - expected).abs().max() <= 1e-5
+    (encoded,) = model.prepare_encode([tokenized])
+    assert encoded.stream.shape == expected.shape
+    assert (encoded.stream - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])

@@ -53,11 +53,11 @@ def test_each_of_many_prompts_is_encoded_as_the_pipeline_encodes_it_alone(
     texts = ["lamp " * count for count in (1, 500, 25, 24, 200, 3, 90, 88, 150, 300, 600, 26, 2, 470)]
     tokenized = [model.tokenize(text) for text in texts]
     assert {model.encode_shape(prompt)[1] for prompt in tokenized} == {64, 128, 192, 256, 384, 576}
-    for text, stream in zip(texts, model.prepare_encode(tokenized), strict=True):
+    for text, encoded in zip(texts, model.prepare_encode(tokenized), strict=True):
         embeds, _ = tiny_pipeline.encode_prompt(text, max_sequence_length=512)
         expected = transformer.txt_in(transformer.txt_norm(embeds))[0]
-        assert stream.shape == expected.shape
-        assert (stream - expected).abs().max() <= 1e-5
+        assert encoded.stream.shape == expected.shape
+        assert (encoded.stream - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("seed", range(4))
