@@ -84,7 +84,8 @@ def _is_finite(value: object) -> bool:
 class Request:
     """One image to draw, every parameter resolved: the engine's unit.
 
-    ``request_id`` is unique among the requests of an engine and opaque to it.
+    ``request_id`` is unique among the requests of an engine and opaque to it. With ``guides_from_nothing``
+    a negative prompt that is not given is no text at all, which is not the empty one.
     """
 
     request_id: str
@@ -98,11 +99,13 @@ class Request:
     guidance_scale: float | None = None
     lora: str | None = None
     lora_scale: float = 1.0
+    guides_from_nothing: bool = False
 
     @property
     def cfg_active(self) -> bool:
         """Whether classic guidance is on (the rule of diffusers' Qwen-Image pipeline)."""
-        return self.true_cfg_scale > 1 and self.negative_prompt is not None
+        has_negative = self.negative_prompt is not None or self.guides_from_nothing
+        return self.true_cfg_scale > 1 and has_negative
 
 
 FinishReason = Literal["ok", "failed", "aborted"]

@@ -37,12 +37,14 @@ class PreparedRequest:
         request: What was asked; its size is in pixels.
         prompt_embeds: On the device.
         negative_embeds: On the device, None when guidance is off.
-        sigmas: ``[steps + 1]`` float32, CPU.
+        sigmas: ``[steps + 1]`` float32, CPU; of a stacked family ``LinearSteps.columns`` instead.
         timesteps: ``[steps]`` float32, CPU.
         latents: ``[S, C]`` float32 on the device. Set at the start and whenever a pack lets go.
         step_index: Steps done.
         encode_s: Seconds that preparing took, of a batch of prompts its share.
         sequences: Its guidance branches, the positive one first; set by the request's first pack.
+        noise: ``[draws, S, C]`` float32 on the device, what the steps of a stacked family add, if any; set by
+            the request's first batch.
     """
 
     request: Request
@@ -54,6 +56,7 @@ class PreparedRequest:
     step_index: int = 0
     encode_s: float = 0.0
     sequences: list[_Sequence] = field(default_factory=list)
+    noise: Tensor | None = None
 
     @property
     def num_image_tokens(self) -> int:

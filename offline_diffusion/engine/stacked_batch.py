@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from offline_diffusion.engine.packed_batch import PreparedRequest
 from offline_diffusion.kernels.packed_ops import combine_guidance
 from offline_diffusion.kernels.stacked_ops import linear_step_
+from offline_diffusion.models.base import DiffusionModel
 from offline_diffusion.models.stacked import StackedInput, StackedModel
 from offline_diffusion.upload import upload
 
@@ -62,9 +64,9 @@ class StackedBatch:
         return self.source.shape[0]
 
     @classmethod
-    def build(cls, requests: list[PreparedRequest], model: StackedModel) -> StackedBatch:
+    def build(cls, requests: list[PreparedRequest], model: DiffusionModel) -> StackedBatch:
         """Stacks ``requests``; host work and copies happen here, and little else."""
-        device = model.device
+        device, num_channels = model.device, _stacked(model).num_sample_channels
         state = torch.stack([request.latents for request in requests])
         guided = [index for index, request in enumerate(requests) if request.negative_embeds is not None]
         source = [*range(len(requests)), *guided]
@@ -72,7 +74,7 @@ class StackedBatch:
         rows = [own[0] for own in branches] + [branches[index][1] for index in guided]
         scales = [requests[index].request.true_cfg_scale for index in guided]
         vectors = [row.inputs.vector for row in rows if row.inputs.vector is not None]
-        sample = state[:, :, : model.num_sample_channels]
+        sample = state[:, :, :num_channels]
         first = requests[0].request
 
         return cls(
@@ -81,7 +83,7 @@ class StackedBatch:
             columns=upload(_padded([request.sigmas for request in requests]), device),
             timesteps=upload(_padded([request.timesteps for request in requests]), device),
             step_index=upload(torch.tensor([request.step_index for request in requests]), device),
-            noise=torch.zeros_like(sample) if any(_has_noise(own, model) for own in requests) else None,
+            noise=torch.zeros_like(sample) if any([_has_noise(own, model) for own in requests]) else None,
             model_input=StackedInput(
                 latents=torch.empty(len(rows), *sample.shape[1:], device=device),
                 timesteps=torch.empty(len(rows), device=device),
@@ -97,7 +99,7 @@ class StackedBatch:
             num_tokens=sum(row.length for row in rows),
         )
 
-    def refresh(self, model: StackedModel) -> None:
+    def refresh(self, model: DiffusionModel) -> None:
         """Puts this step's noise in place; the only host work of a step, and for most none."""
         if self.noise is None:
             return
@@ -107,16 +109,16 @@ class StackedBatch:
             else:
                 row.zero_()
 
-    def forward(self, model: StackedModel) -> Tensor:
+    def forward(self, model: DiffusionModel) -> Tensor:
         """The model's output at the current step, ``[N, S, C]``; device work only."""
         batch = self.model_input
         here = self._here(self.columns)
-        scaled = self.state[:, :, : model.num_sample_channels] * here[:, :1, None]
+        scaled = self.state[:, :, : batch.latents.shape[-1]] * here[:, :1, None]
         torch.index_select(scaled, 0, self.source, out=batch.latents)
         torch.index_select(self._here(self.timesteps), 0, self.source, out=batch.timesteps)
-        return model.predict_noise(batch)
+        return _stacked(model).predict_noise(batch)
 
-    def step_scheduler(self, noise_pred: Tensor, model: StackedModel) -> None:
+    def step_scheduler(self, noise_pred: Tensor, model: DiffusionModel) -> None:
         """Combines the branches and moves every request one step on; device work only.
 
         Args:
@@ -155,10 +157,12 @@ def _padded(tables: list[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
 
 
-def _has_noise(request: PreparedRequest, model: StackedModel) -> bool:
+def _stacked(model: DiffusionModel) -> StackedModel:
+    return cast(StackedModel, model)
+
+
+def _has_noise(request: PreparedRequest, model: DiffusionModel) -> bool:
     """Whether any step of it adds noise; draws it at the first time."""
-    if request.noise is None and not request.is_noise_drawn:
-        noise = model.prepare_noise(request.request)
-        request.noise = None if noise is None else upload(noise, model.device).float()
-        request.is_noise_drawn = True
+    if request.noise is None and (noise := _stacked(model).prepare_noise(request.request)) is not None:
+        request.noise = upload(noise, model.device).float()
     return request.noise is not None

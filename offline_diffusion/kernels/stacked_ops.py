@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ def linear_step_(state: Tensor, output: Tensor, noise: Tensor | None, matrices: 
         parts.append(noise)
     weights = matrices[:, :, : len(parts), None, None].unbind(1)  # [R, parts, 1, 1] each
 
-    def combined(own: Tensor) -> Tensor:
-        first, *others = zip(own.unbind(1), parts, strict=True)
-        return reduce(lambda total, pair: torch.addcmul(total, *pair), others, first[0] * first[1])
+    state.copy_(torch.cat([_weighted_sum(own.unbind(1), parts) for own in weights], dim=-1))
 
-    state.copy_(torch.cat([combined(own) for own in weights], dim=-1))
+
+def _weighted_sum(weights: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    total = weights[0] * parts[0]
+    for weight, part in zip(weights[1:], parts[1:], strict=True):
+        total.addcmul_(weight, part)
+    return total

@@ -32,6 +32,10 @@ class TokenizedPrompt:
     num_tokens: int
     truncated_tokens: int
 
+    def nothing(self) -> TokenizedPrompt:
+        """No prompt at all, in a text stream as long as this one's."""
+        return TokenizedPrompt((), self.num_tokens, 0)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:

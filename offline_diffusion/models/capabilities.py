@@ -58,6 +58,10 @@ class Capabilities:
         num_layers, hidden_size: For the FLOP formula.
         num_image_layers: Of the layers those with a second attention, over the image alone.
         num_parameters: Of the transformer's blocks, for the memory formula; 0 where it is not known.
+        unet_flops: Of a UNet, which has no one width: FLOPs that a latent position adds to a forward, and
+            that a pair of positions adds; they stand in for the formula of transformers.
+        guides_from_nothing: Whether a ``classic`` family takes no negative prompt for no text at all, not for
+            an empty one.
         supports_lora: Whether rows may name an adapter.
     """
 
@@ -80,6 +84,8 @@ class Capabilities:
     hidden_size: int = 3072
     num_image_layers: int = 0
     num_parameters: int = 0
+    unet_flops: tuple[float, float] | None = None
+    guides_from_nothing: bool = False
     supports_lora: bool = False
 
     def num_image_tokens(self, height: int, width: int) -> int:
@@ -102,6 +108,9 @@ class Capabilities:
             num_tokens: S, image and text.
             num_image_tokens: Of these, where the family has layers for the image alone.
         """
+        if self.unet_flops is not None:
+            positions = num_image_tokens or num_tokens
+            return self.unet_flops[0] * positions + self.unet_flops[1] * positions**2
         h, layers, s, i = self.hidden_size, self.num_layers, num_tokens, num_image_tokens
         joint = 24.0 * h * h * s * layers + 4.0 * s * s * h * layers
         return joint + (8.0 * h * h * i + 4.0 * i * i * h) * self.num_image_layers
@@ -145,7 +154,8 @@ class Capabilities:
         if self.guidance == "classic":
             given = (guidance_scale, true_cfg_scale, self.default_guidance_scale)
             scale = next(own for own in given if own is not None)
-            negative = "" if negative_prompt is None and scale > 1 else negative_prompt
+            wants_empty = negative_prompt is None and scale > 1 and not self.guides_from_nothing
+            negative = "" if wants_empty else negative_prompt
             return Guidance(scale, scale, negative)
         true_scale = self.default_true_cfg_scale if true_cfg_scale is None else true_cfg_scale
         scale_in = self.default_guidance_scale if guidance_scale is None else guidance_scale
@@ -172,6 +182,7 @@ class Capabilities:
             seed=seed,
             lora=params.lora,
             lora_scale=params.lora_scale,
+            guides_from_nothing=self.guides_from_nothing,
         )
         if (fault := self.check_request(request)) is not None:
             raise ValueError(fault)

@@ -16,17 +16,27 @@ class UNetCost:
 
     What does not grow with the image is left out: the text's keys and values and the timestep's embedding,
     for SDXL one percent at 1024 × 1024 pixels.
+
+    Args:
+        time_width, text_width: Of what every resnet and every transformer is conditioned on.
     """
 
+    time_width: int
+    text_width: int
     per_position: float = 0.0
     per_square: float = 0.0
+    num_parameters: int = 0
+    """Of convolutions and projections, biases and norms aside."""
 
     def conv(self, channels_in: int, channels_out: int, share: float, *, kernel: int = 3) -> None:
         """A convolution with ``share`` · S outputs."""
-        self.per_position += 2 * kernel**2 * channels_in * channels_out * share
+        weights = kernel**2 * channels_in * channels_out
+        self.num_parameters += weights
+        self.per_position += 2 * weights * share
 
     def resnet(self, channels_in: int, channels_out: int, share: float) -> None:
         """Two convolutions, and one on the way past where the width changes."""
+        self.num_parameters += self.time_width * channels_out
         self.conv(channels_in, channels_out, share)
         self.conv(channels_out, channels_out, share)
         if channels_in != channels_out:
@@ -39,6 +49,7 @@ class UNetCost:
         the feed-forward, each 2·width² FLOPs.
         """
         squares = 2 + num_layers * (4 + 2 + 8 + 4)
+        self.num_parameters += width**2 * squares + 2 * width * self.text_width * num_layers
         self.per_position += 2 * width**2 * squares * share
         self.per_position += 4 * TEXT_TOKENS * width * num_layers * share
         self.per_square += 4 * width * num_layers * share**2
@@ -51,7 +62,8 @@ def unet_cost(config: Mapping[str, Any]) -> UNetCost:
     layers = _each(config.get("layers_per_block", 2), len(widths))
     depths = _each(config.get("transformer_layers_per_block", 1), len(widths))
     shares = [0.25**level for level in range(len(widths))]  # of S, the positions of a level
-    cost, before = UNetCost(), widths[0]
+    cost = UNetCost(4 * widths[0], config.get("cross_attention_dim", 1280))
+    before = widths[0]
     cost.conv(config.get("in_channels", 4), widths[0], 1.0)
     for level, width in enumerate(widths):
         for index in range(layers[level]):

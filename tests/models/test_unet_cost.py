@@ -36,6 +36,18 @@ SD15: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("config", [SDXL, SD15], ids=["SDXL", "SD 1.5"])
+def test_it_counts_the_parameters_but_for_biases_and_norms(config: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        unet = diffusers.UNet2DConditionModel(**config)
+    kinds = (torch.nn.Conv2d, torch.nn.Linear)
+    modules = [module for module in unet.modules() if isinstance(module, kinds)]
+    embeddings = [part for name, part in unet.named_children() if name in ("time_embedding", "add_embedding")]
+    of_time = {own for part in embeddings for own in part.modules()}
+    expected = sum(own.weight.numel() for own in modules if own not in of_time)
+    assert unet_cost(config).num_parameters == expected
+
+
 def counted(config: dict[str, Any], side: int) -> float:
     with torch.device("meta"):
         unet = diffusers.UNet2DConditionModel(**config)

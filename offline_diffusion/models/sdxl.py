@@ -1,0 +1,212 @@
+"""SDXL: a UNet over requests of one latent shape.
+
+The UNet is diffusers' own module; what differs from ``StableDiffusionXLPipeline`` (0.42) is that its rows are
+many requests' guidance branches, each with its own timestep, text and micro-conditioning, and that noise
+schedulers are tables of linear steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offline_diffusion.errors import BackendError, UnsupportedModelError
+from offline_diffusion.models.autoencoder_kl import ImageDecoder
+from offline_diffusion.models.base import GuidanceRule, PromptEmbeds, SequenceInputs, TokenizedPrompt
+from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.models.linear_steps import StepTables
+from offline_diffusion.models.padded_prompts import PaddedEncoder, PaddedPrompts
+from offline_diffusion.models.stacked import StackedInput
+from offline_diffusion.request import Request
+from offline_diffusion.upload import upload
+
+NUM_TIME_IDS = 6
+"""Micro-conditioning: height and width of the original, top and left of its crop, height and width drawn."""
+
+
+class SDXL:
+    """The family's model. Offers `models.stacked.StackedModel`.
+
+    Args:
+        pipeline: A loaded diffusers ``StableDiffusionXLPipeline``, its modules on ``device``.
+        capabilities: Of this checkpoint.
+        device: Where the modules are.
+        attention_backend: ``auto`` or ``sdpa``: rows are of one length, so torch's own attention serves.
+
+    Raises:
+        UnsupportedModelError: The config turns on what is not built here; names it.
+        BackendError: Another attention backend is asked for.
+    """
+
+    guidance_rule: GuidanceRule = "plain"
+
+    def __init__(
+        self, pipeline: Any, capabilities: Capabilities, device: torch.device, attention_backend: str = "auto"
+    ) -> None:
+        refuse_unsupported(pipeline)
+        if attention_backend not in ("auto", "sdpa"):
+            raise BackendError(
+                f"attention backend {attention_backend!r} is not for {capabilities.family}, "
+                "whose rows are of one length; allowed: auto, sdpa"
+            )
+        self.capabilities, self.device, self.attention_backend = capabilities, device, "sdpa"
+        self._unet = pipeline.unet
+        self.dtype: torch.dtype = self._unet.dtype
+        if device.type == "cuda":
+            self._unet.to(memory_format=torch.channels_last)  # as tensor cores take convolutions
+        self._steps = StepTables(pipeline.scheduler)
+        self.num_sample_channels: int = self._unet.config.in_channels
+        self.num_latent_channels = (1 + self._steps.num_remembered) * self.num_sample_channels
+        self._prompts = _prompt_encoders(pipeline, capabilities, device)
+        self._text_width: int = self._unet.config.cross_attention_dim
+        self._pooled_width: int = pipeline.text_encoder_2.config.projection_dim
+        if self.dtype == torch.float16 and pipeline.vae.config.force_upcast:
+            pipeline.vae.to(torch.float32)  # in float16 it overflows
+        self._image_decoder = ImageDecoder(pipeline.vae)
+
+    def quantizable(self) -> Iterator[tuple[object, str]]:
+        """None yet."""
+        yield from ()
+
+    def batch_key(self, request: Request) -> tuple[int, int]:
+        """A batch has one latent shape; anything else may differ."""
+        return request.height, request.width
+
+    # --- before the first step -------------------------------------------------------------
+
+    def tokenize(self, prompt: str) -> TokenizedPrompt:
+        """The ids of both encoders."""
+        return self._prompts.tokenize(prompt)
+
+    def encode_shape(self, prompt: TokenizedPrompt) -> tuple[int, int]:  # noqa: ARG002
+        """One for all."""
+        return self._prompts.shape
+
+    def prepare_encode(self, prompts: Sequence[TokenizedPrompt]) -> list[PromptEmbeds]:
+        """Both encoders' states side by side, and the second one's pooled output; zeros for no prompt."""
+        texts = [prompt for prompt in prompts if prompt.input_ids]
+        encoded = iter(self._prompts.encode(texts))
+        return [self._embeds(*next(encoded)) if own.input_ids else self._nothing(own) for own in prompts]
+
+    def _embeds(self, first: Tensor, second: Tensor, pooled: Tensor) -> PromptEmbeds:
+        return PromptEmbeds(torch.cat((first, second), dim=-1).to(self.dtype), pooled.to(self.dtype))
+
+    def _nothing(self, prompt: TokenizedPrompt) -> PromptEmbeds:
+        like: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        stream = torch.zeros(prompt.num_tokens, self._text_width, **like)
+        return PromptEmbeds(stream, torch.zeros(self._pooled_width, **like))
+
+    def prepare_latents(self, request: Request) -> Tensor:
+        """A state ``[S, K·C]`` with nothing remembered yet; noise drawn on the CPU in the model's dtype."""
+        steps = self._steps.table(request.num_inference_steps)
+        sample = next(self._draws(request)).float() * steps.init_noise_sigma
+        remembered = sample.new_zeros(sample.shape[0], self.num_latent_channels - self.num_sample_channels)
+        return torch.cat((sample, remembered), dim=1)
+
+    def prepare_noise(self, request: Request) -> Tensor | None:
+        """What comes from the request's generator after its first sample, a draw a step."""
+        steps = self._steps.table(request.num_inference_steps)
+        if not steps.num_draws:
+            return None
+        draws = self._draws(request)
+        next(draws)
+        return torch.stack([next(draws) for _ in range(steps.num_draws)])
+
+    def _draws(self, request: Request) -> Iterator[Tensor]:
+        """Noise ``[S, C]`` without end."""
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        shape = (self.num_sample_channels, *self._grid(request.height, request.width))
+        while True:
+            yield torch.randn(shape, generator=generator, dtype=self.dtype).flatten(1).t()
+
+    def prepare_timesteps(self, request: Request) -> tuple[Tensor, Tensor]:
+        """The linear steps as ``LinearSteps.columns``, and the timesteps."""
+        steps = self._steps.table(request.num_inference_steps)
+        return steps.columns, steps.timesteps
+
+    def prepare_sequence(self, request: Request, prompt: PromptEmbeds) -> SequenceInputs:
+        """Pooled prompt and micro-conditioning side by side; the latter is the pipeline's own default."""
+        assert prompt.pooled is not None
+        size = (request.height, request.width)
+        time_ids = torch.tensor([*size, 0, 0, *size], dtype=torch.float32).to(self.dtype)
+        return SequenceInputs(vector=torch.cat((prompt.pooled, upload(time_ids, self.device))))
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        patch = self.capabilities.patch_pixels
+        return height // patch, width // patch
+
+    # --- every step --------------------------------------------------------------------------
+
+    def predict_noise(self, batch: StackedInput) -> Tensor:
+        """One forward over all rows, ``[N, S, C]``."""
+        assert batch.vectors is not None
+        grid = self._grid(batch.height, batch.width)
+        sample = batch.latents.to(self.dtype).unflatten(1, grid).permute(0, 3, 1, 2)
+        pooled, time_ids = batch.vectors.split((self._pooled_width, NUM_TIME_IDS), dim=1)
+        output: Tensor = self._unet(
+            sample if self.device.type == "cuda" else sample.contiguous(),
+            batch.timesteps,
+            encoder_hidden_states=batch.prompt_embeds,
+            added_cond_kwargs={"text_embeds": pooled, "time_ids": time_ids},
+            return_dict=False,
+        )[0]
+        return output.permute(0, 2, 3, 1).flatten(1, 2)
+
+    # --- after the last step -----------------------------------------------------------------
+
+    def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """VAE decode of one request's final state alone, float32 ``[height, width, 3]``, 0 … 1."""
+        sample = latents[:, : self.num_sample_channels].unflatten(0, self._grid(height, width))
+        return self._image_decoder(sample.permute(2, 0, 1).unsqueeze(0).contiguous())
+
+
+def _prompt_encoders(pipeline: Any, capabilities: Capabilities, device: torch.device) -> PaddedPrompts:
+    """Both CLIPs; of each the last hidden states but one, as SDXL was trained."""
+    first, second = pipeline.text_encoder, pipeline.text_encoder_2
+    limits = capabilities.prompt_limits
+
+    def encode_first(ids: Tensor) -> tuple[Tensor, ...]:
+        return (first(ids, output_hidden_states=True).hidden_states[-2],)
+
+    def encode_second(ids: Tensor) -> tuple[Tensor, ...]:
+        output = second(ids, output_hidden_states=True)
+        return output.hidden_states[-2], output.text_embeds
+
+    encoders = [
+        PaddedEncoder(pipeline.tokenizer, limits["clip_l"], encode_first),
+        PaddedEncoder(pipeline.tokenizer_2, limits["clip_g"], encode_second),
+    ]
+    return PaddedPrompts(encoders, max(limits.values()), device)
+
+
+def refuse_unsupported(pipeline: Any) -> None:
+    """Names what a checkpoint turns on and this family lacks.
+
+    Raises:
+        UnsupportedModelError: With the name of the key or part.
+    """
+    for part in ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2"):
+        if getattr(pipeline, part, None) is None:
+            raise UnsupportedModelError(f"the checkpoint has no {part}, which SDXL is supported with only")
+    unet, vae = pipeline.unet.config, pipeline.vae.config
+    expected = {
+        "addition_embed_type": "text_time",
+        "class_embed_type": None,
+        "encoder_hid_dim_type": None,
+        "num_class_embeds": None,
+        "time_cond_proj_dim": None,
+        "in_channels": vae.latent_channels,
+        "out_channels": vae.latent_channels,
+    }
+    for key, value in expected.items():
+        if unet.get(key) != value:
+            raise UnsupportedModelError(
+                f"unet config has {key}={unet.get(key)}, supported for SDXL: {value}",
+                hint="use a text-to-image checkpoint such as stabilityai/stable-diffusion-xl-base-1.0",
+            )
+    for key in ("latents_mean", "latents_std", "shift_factor"):
+        if vae.get(key) is not None:
+            raise UnsupportedModelError(f"vae config has {key}, which is not supported for SDXL")
