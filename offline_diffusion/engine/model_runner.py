@@ -163,7 +163,7 @@ class ModelRunner:
         if (
             batch.num_steps == 1
             and batch.num_steps_left >= MIN_REPLAYS
-            and batch.num_tokens <= MAX_GRAPH_TOKENS
+            and batch.num_tokens <= self.model.capabilities.own_tokens(MAX_GRAPH_TOKENS)
         ):
             batch.replay = self._recorder.record(
                 lambda: batch.step_scheduler(batch.forward(self.model), self.model)

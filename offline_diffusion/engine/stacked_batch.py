@@ -27,8 +27,8 @@ class StackedBatch:
 
     Args:
         requests: Those stacked, in order.
-        state: ``[R, S, K·C]`` float32: each request's sample and what its noise scheduler remembers; changed in
-            place by every step.
+        state: ``[R, S, K·C]`` float32: each request's sample and what its noise scheduler remembers; changed
+            in place by every step.
         columns: ``[R, steps, 1 + K·(K + 2)]`` float32, see ``LinearSteps.columns``; set once.
         timesteps: ``[R, steps]`` float32; set once.
         step_index: ``[R]`` int64, the step each request is at.
@@ -75,6 +75,7 @@ class StackedBatch:
         scales = [requests[index].request.true_cfg_scale for index in guided]
         vectors = [row.inputs.vector for row in rows if row.inputs.vector is not None]
         sample = state[:, :, :num_channels]
+        has_noise = [_has_noise(request, model) for request in requests]
         first = requests[0].request
 
         return cls(
@@ -83,7 +84,7 @@ class StackedBatch:
             columns=upload(_padded([request.sigmas for request in requests]), device),
             timesteps=upload(_padded([request.timesteps for request in requests]), device),
             step_index=upload(torch.tensor([request.step_index for request in requests]), device),
-            noise=torch.zeros_like(sample) if any([_has_noise(own, model) for own in requests]) else None,
+            noise=torch.zeros_like(sample) if any(has_noise) else None,
             model_input=StackedInput(
                 latents=torch.empty(len(rows), *sample.shape[1:], device=device),
                 timesteps=torch.empty(len(rows), device=device),
@@ -99,7 +100,7 @@ class StackedBatch:
             num_tokens=sum(row.length for row in rows),
         )
 
-    def refresh(self, model: DiffusionModel) -> None:
+    def refresh(self, model: DiffusionModel) -> None:  # noqa: ARG002
         """Puts this step's noise in place; the only host work of a step, and for most none."""
         if self.noise is None:
             return
@@ -118,7 +119,7 @@ class StackedBatch:
         torch.index_select(self._here(self.timesteps), 0, self.source, out=batch.timesteps)
         return _stacked(model).predict_noise(batch)
 
-    def step_scheduler(self, noise_pred: Tensor, model: DiffusionModel) -> None:
+    def step_scheduler(self, noise_pred: Tensor, model: DiffusionModel) -> None:  # noqa: ARG002
         """Combines the branches and moves every request one step on; device work only.
 
         Args:

@@ -92,6 +92,10 @@ class Capabilities:
         """Image tokens of a ``height`` × ``width`` pixel image."""
         return (height // self.patch_pixels) * (width // self.patch_pixels)
 
+    def own_tokens(self, num_tokens: int) -> int:
+        """How many of this family's tokens cover what ``num_tokens`` of 16 × 16 pixels do."""
+        return num_tokens * 16**2 // self.patch_pixels**2
+
     def num_text_tokens(self, num_prompt_tokens: int) -> int:
         """Text tokens of a sequence whose prompt has so many."""
         if self.padded_text_tokens is not None:

@@ -16,8 +16,8 @@ GUIDANCE = (
     *((0.0, ""), (1.0, None), (0.7, "blurry")),
     *((5.0, None), (2.0, ""), (7.5, " "), (3.0, "blurry, low quality")),
 )
-"""``guidance_scale`` and ``negative_prompt``: three that turn guidance off, four that turn it on, the first of
-them against nothing at all."""
+"""``guidance_scale`` and ``negative_prompt``: three that turn guidance off, four that turn it on, the first
+of them against nothing at all."""
 SIZES = ((64, 96), (72, 64), (64, 96), (128, 64))
 """Height and width; one is twice as likely, one is no multiple of what the UNet divides by."""
 
