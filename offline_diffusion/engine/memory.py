@@ -23,7 +23,7 @@ RESERVE = 0.05
 
 BUDGETS = (67_584, 33_792)
 """Token budgets of which one is chosen, in tokens of 16 × 16 pixels: 8 or 4 guided images of 1024 × 1024
-pixels with 128 text tokens a branch. Smaller ones, even where they are as fast, leave mixed packs with gaps."""
+pixels with 128 text tokens a branch. Smaller ones, even where as fast, leave mixed packs with gaps."""
 
 MEASURED_TOKENS = 8_192
 """Of the step whose peak of memory is measured."""

@@ -207,7 +207,8 @@ def tokens_beyond_limits(family: Subject, text: str) -> int:
     """Counted with the pipeline's tokenizers, whose limits are those of its call."""
     pipeline = family.pipeline
     names = [name for name in ("tokenizer", "tokenizer_2", "tokenizer_3") if hasattr(pipeline, name)]
-    longest = inspect.signature(pipeline.__call__).parameters["max_sequence_length"].default
+    taken = inspect.signature(pipeline.__call__).parameters
+    longest = taken["max_sequence_length"].default if "max_sequence_length" in taken else 0
     total = 0
     for name in names:
         tokenizer = getattr(pipeline, name)

@@ -10,8 +10,8 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from families import CASES, build_sdxl, sdxl_noise_scheduler
 from qwen_rows import max_difference
-from sdxl_folder import NOISE_SCHEDULERS, build_small_sdxl
 from sdxl_rows import GUIDANCE, draw_alone, random_rows
 
 from offline_diffusion.config import EngineConfig
@@ -33,7 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_small_sdxl(tmp_path_factory.mktemp("sdxl"))
+    return build_sdxl(tmp_path_factory.mktemp("sdxl"))
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +44,13 @@ def checkpoint(folder: Path) -> Checkpoint:
 @pytest.fixture(scope="module")
 def weights(folder: Path) -> Any:
     """diffusers' own pipeline over the folder."""
-    pipeline = diffusers.StableDiffusionXLPipeline.from_pretrained(folder, add_watermarker=False)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return CASES["sdxl"].load(folder)
 
 
 def with_scheduler(pipeline: Any, kind: str) -> Any:
     """The same weights with another noise scheduler."""
-    name, config = NOISE_SCHEDULERS[kind]
-    scheduler_class = getattr(diffusers, f"{name}Scheduler")
-    plain = {key: value for key, value in pipeline.scheduler.config.items() if key.startswith("beta_")}
-    other = diffusers.StableDiffusionXLPipeline(
-        **{**pipeline.components, "scheduler": scheduler_class(**plain, **config)}, add_watermarker=False
-    )
+    parts = {**pipeline.components, "scheduler": sdxl_noise_scheduler(kind)}
+    other = diffusers.StableDiffusionXLPipeline(**parts, add_watermarker=False)
     other.set_progress_bar_config(disable=True)
     return other
 
