@@ -32,13 +32,15 @@ shift, scale and gate of attention, then of the feed-forward."""
 
 
 class Projections:
-    """Queries, keys and values of a stream.
+    """Queries, keys and values of a stream. ``large`` names its products that may be quantized.
 
     Args:
         to_qkv: The three linear layers.
         norms: RMS norms of queries and keys, or twice None.
         num_heads: A.
     """
+
+    large: tuple[str, ...] = ("to_qkv",)
 
     def __init__(self, to_qkv: Sequence[nn.Linear], norms: tuple[Any, Any], num_heads: int) -> None:
         self.to_qkv = PackedLinear(*to_qkv)
@@ -72,16 +74,32 @@ class Projections:
         return attend(q, k, v, attention).flatten(1)
 
 
-class Stream(Projections):
-    """One stream's weights in a block: image or text.
+class ReadStream(Projections):
+    """A stream that a block's attention reads and nothing follows.
 
     Args:
         modulation: Linear layer from the conditioning to the block's `Modulation`.
-        to_qkv, norms: See `Projections`.
+        to_qkv, norms, num_heads: See `Projections`.
+    """
+
+    def __init__(
+        self, modulation: nn.Linear, to_qkv: Sequence[nn.Linear], norms: tuple[Any, Any], num_heads: int
+    ) -> None:
+        super().__init__(to_qkv, norms, num_heads)
+        self.modulation = PackedLinear(modulation)
+
+
+class Stream(ReadStream):
+    """One stream's weights in a block: image or text.
+
+    Args:
+        modulation: See `ReadStream`.
+        to_qkv, norms, num_heads: See `Projections`.
         to_out: Linear layer behind attention.
         mlp: Feed-forward with tanh-approximated GELU, as diffusers lays it out.
-        num_heads: A.
     """
+
+    large = ("to_qkv", "to_out", "mlp_in", "mlp_out")
 
     def __init__(
         self,
@@ -92,8 +110,7 @@ class Stream(Projections):
         mlp: Any,
         num_heads: int,
     ) -> None:
-        super().__init__(to_qkv, norms, num_heads)
-        self.modulation = PackedLinear(modulation)
+        super().__init__(modulation, to_qkv, norms, num_heads)
         self.to_out = PackedLinear(to_out)
         self.mlp_in, self.mlp_out = PackedLinear(mlp.net[0].proj), PackedLinear(mlp.net[2])
 
@@ -128,10 +145,11 @@ class SelfAttention(Projections):
     """Attention of the image stream to itself, beside joint attention.
 
     Args:
-        to_qkv, norms: See `Projections`.
+        to_qkv, norms, num_heads: See `Projections`.
         to_out: Linear layer behind attention.
-        num_heads: A.
     """
+
+    large = ("to_qkv", "to_out")
 
     def __init__(
         self, to_qkv: Sequence[nn.Linear], norms: tuple[Any, Any], to_out: nn.Linear, num_heads: int
@@ -155,21 +173,18 @@ class DoubleBlock:
     """Joint attention, then each stream's feed-forward.
 
     Args:
-        img, txt: Its streams.
+        img, txt: Its streams; the last block's text may be only read.
         img_own: A second attention of the image, whose modulation follows the stream's own; mostly None.
     """
 
-    def __init__(self, img: Stream, txt: Stream, img_own: SelfAttention | None = None) -> None:
+    def __init__(self, img: Stream, txt: ReadStream, img_own: SelfAttention | None = None) -> None:
         self.img, self.txt, self.img_own = img, txt, img_own
 
     def quantizable(self) -> Iterator[tuple[object, str]]:
         """Its large products, for ``accel.quantize``."""
-        for stream in (self.img, self.txt):
-            for name in ("to_qkv", "to_out", "mlp_in", "mlp_out"):
-                yield stream, name
-        if self.img_own is not None:
-            yield self.img_own, "to_qkv"
-            yield self.img_own, "to_out"
+        for part in (self.img, self.txt, self.img_own):
+            if part is not None:
+                yield from ((part, name) for name in part.large)
 
     def attention(
         self, img: Rows, txt: Rows, batch: PackedInput, attend: AttentionFunction
@@ -219,6 +234,7 @@ def run_blocks(
         if block.img_own is not None:
             img = block.img_own(img, own_img[6:], img_slot, batch, attend)
         if index + 1 < len(blocks):
+            assert isinstance(block.txt, Stream)
             following = blocks[index + 1]
             next_img, next_txt = (own[:2] for own in modulations[2 * index + 2 : 2 * index + 4])
             img, img_h = block.img.finish(

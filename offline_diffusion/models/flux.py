@@ -52,6 +52,8 @@ from offline_diffusion.upload import upload
 class _SingleBlock(Projections):
     """Attention and feed-forward side by side over the joint stream, with one residual for both."""
 
+    large = ("to_qkv", "mlp_in", "out")
+
     def __init__(self, block: Any) -> None:
         attn = block.attn
         super().__init__([attn.to_q, attn.to_k, attn.to_v], (attn.norm_q, attn.norm_k), attn.heads)
@@ -127,8 +129,7 @@ class Flux:
         for block in self._blocks:
             yield from block.quantizable()
         for single in self._singles:
-            for name in ("to_qkv", "mlp_in", "out"):
-                yield single, name
+            yield from ((single, name) for name in single.large)
 
     def batch_key(self, request: Request) -> None:
         """Everything packs with everything."""
@@ -218,6 +219,7 @@ class Flux:
             self._attend,
         )
         last, (own_img, own_txt) = self._blocks[-1], modulations[-2:]
+        assert isinstance(last.txt, Stream)
         img, _ = last.img.finish(img, img_attn, own_img, following, None, img_slot)
         txt, _ = last.txt.finish(txt, txt_attn, own_txt, following, None, txt_slot)
         return _joined(img, txt, batch), _joined(img_slot, txt_slot, batch)

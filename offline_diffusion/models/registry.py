@@ -144,6 +144,36 @@ def _sdxl(read: ConfigReader) -> Capabilities:
     )
 
 
+def _sd3(read: ConfigReader) -> Capabilities:
+    transformer, clip = read("transformer/config.json"), read("text_encoder/config.json")
+    hidden = transformer.get("num_attention_heads", 18) * transformer.get("attention_head_dim", 64)
+    num_layers, num_dual = (
+        transformer.get("num_layers", 18),
+        len(transformer.get("dual_attention_layers", ())),
+    )
+    vae_pixels = _vae_pixels(read("vae/config.json"))
+    clip_tokens = clip.get("max_position_embeddings", 77)
+    return Capabilities(
+        family="sd3",
+        pipeline="StableDiffusion3Pipeline",
+        default_height=transformer.get("sample_size", 128) * vae_pixels,
+        default_width=transformer.get("sample_size", 128) * vae_pixels,
+        size_multiple=2 * vae_pixels,
+        max_size=transformer.get("pos_embed_max_size", 96) * 2 * vae_pixels,
+        patch_pixels=2 * vae_pixels,
+        default_num_inference_steps=28,
+        default_guidance_scale=7.0,
+        guidance="classic",
+        max_prompt_tokens=256,
+        prompt_limits={"clip": clip_tokens, "clip_2": clip_tokens, "t5": 256},
+        padded_text_tokens=clip_tokens + 256,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_image_layers=num_dual,
+        num_parameters=(36 * num_layers + 7 * num_dual) * hidden**2,
+    )
+
+
 def _vae_pixels(vae: Mapping[str, Any]) -> int:
     """Pixels along one side of a latent of an ``AutoencoderKL``."""
     return int(2 ** (len(vae.get("block_out_channels", (0,))) - 1))
@@ -180,6 +210,16 @@ FAMILIES = (
             "turbo": {"num_inference_steps": 1, "guidance_scale": 0.0},
             "lightning": {"num_inference_steps": 4, "guidance_scale": 0.0},
         },
+    ),
+    Family(
+        name="sd3",
+        pipeline="StableDiffusion3Pipeline",
+        module="offline_diffusion.models.sd3",
+        class_name="StableDiffusion3",
+        capabilities=_sd3,
+        batch_kind=BatchKind.PACKED,
+        example="stabilityai/stable-diffusion-3.5-large",
+        named_defaults={"turbo": {"num_inference_steps": 4, "guidance_scale": 0.0}},
     ),
 )
 
