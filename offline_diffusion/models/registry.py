@@ -199,6 +199,16 @@ FAMILIES = (
         example="black-forest-labs/FLUX.1-dev",
     ),
     Family(
+        name="sd3",
+        pipeline="StableDiffusion3Pipeline",
+        module="offline_diffusion.models.sd3",
+        class_name="StableDiffusion3",
+        capabilities=_sd3,
+        batch_kind=BatchKind.PACKED,
+        example="stabilityai/stable-diffusion-3.5-large",
+        named_defaults={"turbo": {"num_inference_steps": 4, "guidance_scale": 0.0}},
+    ),
+    Family(
         name="sdxl",
         pipeline="StableDiffusionXLPipeline",
         module="offline_diffusion.models.sdxl",
@@ -210,16 +220,6 @@ FAMILIES = (
             "turbo": {"num_inference_steps": 1, "guidance_scale": 0.0},
             "lightning": {"num_inference_steps": 4, "guidance_scale": 0.0},
         },
-    ),
-    Family(
-        name="sd3",
-        pipeline="StableDiffusion3Pipeline",
-        module="offline_diffusion.models.sd3",
-        class_name="StableDiffusion3",
-        capabilities=_sd3,
-        batch_kind=BatchKind.PACKED,
-        example="stabilityai/stable-diffusion-3.5-large",
-        named_defaults={"turbo": {"num_inference_steps": 4, "guidance_scale": 0.0}},
     ),
 )
 

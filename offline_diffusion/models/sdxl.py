@@ -1,8 +1,8 @@
 """SDXL: a UNet over requests of one latent shape.
 
-The UNet is diffusers' own module; what differs from ``StableDiffusionXLPipeline`` (0.42) is that its rows are
-many requests' guidance branches, each with its own timestep, text and micro-conditioning, and that noise
-schedulers are tables of linear steps.
+The arithmetic is that of ``StableDiffusionXLPipeline`` (0.42), and the UNet diffusers' own with parts
+replaced, see ``unet``. What differs is that its rows are many requests' guidance branches, each with its own
+timestep, text and micro-conditioning, and that noise schedulers are tables of linear steps.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offline_diffusion.errors import BackendError, UnsupportedModelError
+from offline_diffusion.attention.backends import load_backend
+from offline_diffusion.errors import UnsupportedModelError
 from offline_diffusion.models.autoencoder_kl import ImageDecoder
 from offline_diffusion.models.base import GuidanceRule, PromptEmbeds, SequenceInputs, TokenizedPrompt
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.models.linear_steps import StepTables
 from offline_diffusion.models.padded_prompts import PaddedEncoder, PaddedPrompts
 from offline_diffusion.models.stacked import StackedInput
+from offline_diffusion.models.unet import own_unet, own_vae, quantizable_blocks
 from offline_diffusion.request import Request
 from offline_diffusion.upload import upload
 
@@ -34,11 +36,11 @@ class SDXL:
         pipeline: A loaded diffusers ``StableDiffusionXLPipeline``, its modules on ``device``.
         capabilities: Of this checkpoint.
         device: Where the modules are.
-        attention_backend: ``auto`` or ``sdpa``: rows are of one length, so torch's own attention serves.
+        attention_backend: A name of `attention.backends`, or ``auto``.
 
     Raises:
         UnsupportedModelError: The config turns on what is not built here; names it.
-        BackendError: Another attention backend is asked for.
+        BackendError: The attention backend does not work here.
     """
 
     guidance_rule: GuidanceRule = "plain"
@@ -47,29 +49,27 @@ class SDXL:
         self, pipeline: Any, capabilities: Capabilities, device: torch.device, attention_backend: str = "auto"
     ) -> None:
         refuse_unsupported(pipeline)
-        if attention_backend not in ("auto", "sdpa"):
-            raise BackendError(
-                f"attention backend {attention_backend!r} is not for {capabilities.family}, "
-                "whose rows are of one length; allowed: auto, sdpa"
-            )
-        self.capabilities, self.device, self.attention_backend = capabilities, device, "sdpa"
-        self._unet = pipeline.unet
-        self.dtype: torch.dtype = self._unet.dtype
+        config = pipeline.unet.config
+        self.capabilities, self.device = capabilities, device
+        self.dtype: torch.dtype = pipeline.unet.dtype
+        self.attention_backend, attend = load_backend(attention_backend, device, self.dtype)
+        self._unet, vae = own_unet(pipeline.unet, attend), own_vae(pipeline.vae)
         if device.type == "cuda":
-            self._unet.to(memory_format=torch.channels_last)  # as tensor cores take convolutions
+            for module in (self._unet, vae):
+                module.to(memory_format=torch.channels_last)  # as tensor cores take convolutions
         self._steps = StepTables(pipeline.scheduler)
-        self.num_sample_channels: int = self._unet.config.in_channels
+        self.num_sample_channels: int = config.in_channels
         self.num_latent_channels = (1 + self._steps.num_remembered) * self.num_sample_channels
         self._prompts = _prompt_encoders(pipeline, capabilities, device)
-        self._text_width: int = self._unet.config.cross_attention_dim
+        self._text_width: int = config.cross_attention_dim
         self._pooled_width: int = pipeline.text_encoder_2.config.projection_dim
         if self.dtype == torch.float16 and pipeline.vae.config.force_upcast:
-            pipeline.vae.to(torch.float32)  # in float16 it overflows
-        self._image_decoder = ImageDecoder(pipeline.vae)
+            vae.to(torch.float32)  # in float16 it overflows
+        self._image_decoder = ImageDecoder(vae)
 
     def quantizable(self) -> Iterator[tuple[object, str]]:
-        """None yet."""
-        yield from ()
+        """The transformers' large products, for ``accel.quantize``."""
+        yield from quantizable_blocks(self._unet)
 
     def batch_key(self, request: Request) -> tuple[int, int]:
         """A batch has one latent shape; anything else may differ."""
@@ -198,6 +198,8 @@ def refuse_unsupported(pipeline: Any) -> None:
         "encoder_hid_dim_type": None,
         "num_class_embeds": None,
         "time_cond_proj_dim": None,
+        "use_linear_projection": True,
+        "dropout": 0.0,
         "in_channels": vae.latent_channels,
         "out_channels": vae.latent_channels,
     }

@@ -20,7 +20,7 @@ def test_json_says_what_the_checkpoints_own_files_say(tiny_model: Path) -> None:
     assert capabilities["pipeline"] == index["_class_name"]
     assert capabilities["batch_kind"] == "packed"
     assert capabilities["num_layers"] == transformer["num_layers"]
-    assert [family["name"] for family in report["families"]] == ["qwen_image", "flux", "sd3"]
+    assert [family["name"] for family in report["families"]] == ["qwen_image", "flux", "sd3", "sdxl"]
 
 
 def test_every_backend_works_or_says_why_not(tiny_model: Path) -> None:
