@@ -14,6 +14,7 @@ from offline_diffusion.engine.engine import Engine
 from offline_diffusion.engine.model_runner import ModelRunner
 from offline_diffusion.engine.packed_batch import PreparedRequest
 from offline_diffusion.models.base import DiffusionModel, PackedInput
+from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import Request
 
 SIZES = [(256, 256), (512, 512), (256, 768), (384, 640), (64, 64), (1024, 1024), (80, 176), (768, 512)]
@@ -45,6 +46,13 @@ def random_request(rng: random.Random, name: str, sizes: Sequence[tuple[int, int
     )
 
 
+def resolved(request: Request, capabilities: Capabilities) -> Request:
+    """The request with its guidance as the family reads it."""
+    scales = request.true_cfg_scale, request.guidance_scale
+    guidance = capabilities.resolve_guidance(*scales, request.negative_prompt)
+    return replace(request, **guidance._asdict())
+
+
 def prepare(runner: ModelRunner, request: Request, step_index: int = 0) -> PreparedRequest:
     """The request as it enters a pack, ``step_index`` steps on."""
     model = runner.model
@@ -60,7 +68,8 @@ def prepared_composition(
     """2 to 9 random requests, each at a random step of its own. Latents are the noise at every step."""
     rng = random.Random(seed)
     runner = ModelRunner(model)
-    requests = [random_request(rng, str(index), sizes) for index in range(rng.choice([2, 3, 5, 9]))]
+    count = rng.choice([2, 3, 5, 9])
+    requests = [resolved(random_request(rng, str(i), sizes), model.capabilities) for i in range(count)]
     return [prepare(runner, request, rng.randrange(request.num_inference_steps)) for request in requests]
 
 

@@ -48,7 +48,7 @@ def build_pipeline(
     small = diffusers.QwenImagePipeline.from_pretrained(default_model_folder())
     transformer = build_transformer(device, num_layers=num_layers, seed=seed)
     text_config = {**TEXT_CONFIG, "num_hidden_layers": num_text_layers}
-    with _random_weights(device):
+    with random_weights(device):
         vae = diffusers.AutoencoderKLQwenImage()
         text_encoder = Qwen2_5_VLForConditionalGeneration(
             Qwen2_5_VLConfig(text_config=text_config, vision_config=VISION_CONFIG)
@@ -69,12 +69,12 @@ def build_transformer(device: torch.device, *, num_layers: int = 60, seed: int =
     import diffusers
 
     torch.manual_seed(seed)
-    with _random_weights(device):
+    with random_weights(device):
         return diffusers.QwenImageTransformer2DModel(num_layers=num_layers).to(torch.bfloat16).eval()
 
 
 @contextlib.contextmanager
-def _random_weights(device: torch.device) -> Iterator[None]:
+def random_weights(device: torch.device) -> Iterator[None]:
     """Modules made inside are drawn on ``device`` in bfloat16."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

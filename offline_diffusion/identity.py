@@ -17,6 +17,8 @@ def job_identity(config: JobConfig, checkpoint: Checkpoint, index: ManifestIndex
     names = set(PIXEL_OPTIONS + LAYOUT_OPTIONS) - told_elsewhere
     if config.image_format != "jpeg":
         names.remove("image_level")  # the others lose nothing
+    if config.guidance_scale is None:
+        names.remove("guidance_scale")  # jobs from before there was such an option go on
     options = config.model_dump(mode="json", include=names) | _compute_kind(config)
     return JobIdentity(
         model=checkpoint.identity,

@@ -206,6 +206,7 @@ def _summary(config: JobConfig, plan: Plan, estimate: Estimate, budget_basis: st
         ("work", f"{quantity(plan.flops, 'FLOP')} in denoise steps"),
         ("packing", f"{plan.step_fill:.0%} of {config.max_num_batched_tokens:,} tokens ({budget_basis}) "
                     f"filled over {plural(plan.num_steps, 'step')} ({_simulated(config)})"),
+        ("memory", f"at least {quantity(plan.step_bytes, 'B')} for such a step and the blocks in 16 bits"),
         ("output", f"{quantity(plan.output_bytes, 'B')} ({per_pixel})"),
         ("shards", f"{plan.num_shards:,} of {plural(config.shard_size, 'row')}"),
         ("time", f"{duration(seconds)} on {plural(config.num_tasks, 'task')} ({estimate.basis})"),

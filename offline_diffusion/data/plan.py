@@ -84,6 +84,7 @@ class Plan:
         step_tokens: Tokens times steps, over all sequences.
         flops: Of all denoise steps; encoding prompts and decoding images come on top.
         num_steps, step_fill: Engine steps of all tasks, and the filled share of their budget.
+        step_bytes: Least memory of a full step and the blocks, in 16 bits; see `Capabilities.step_bytes`.
         output_bytes: Estimated size of the encoded images.
         num_shards: Output shards.
         tasks: What each task has to do, as long as none helps another.
@@ -103,6 +104,7 @@ class Plan:
     flops: float
     num_steps: int
     step_fill: float
+    step_bytes: int
     output_bytes: int
     num_shards: int
     tasks: list[TaskLoad]
@@ -209,6 +211,7 @@ class PlanBuilder:
         self._is_stacked = capabilities.batch_kind is BatchKind.STACKED
         self._shard_size = shard_size
         self._image_format = image_format
+        self._step_bytes = capabilities.step_bytes(max_num_batched_tokens)
         self._tasks = [
             _Task(PackingModel(max_num_batched_tokens, max_num_seqs, look_ahead)) for _ in shares or [()]
         ]
@@ -274,6 +277,7 @@ class PlanBuilder:
             faults=dict(self._faults.most_common()),
             num_steps=num_steps,
             step_fill=filled / num_steps if num_steps else 0.0,
+            step_bytes=self._step_bytes,
             output_bytes=round(self._final_pixels * BYTES_PER_PIXEL[self._image_format]),
             num_shards=self._num_shards,
             tasks=tasks,

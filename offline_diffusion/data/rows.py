@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from offline_diffusion.config import OnBadSize
+from offline_diffusion.data.values import show
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import MAX_SEED, Request, SamplingParams
 
@@ -155,6 +156,10 @@ def resolve_row(row: ManifestRow, capabilities: Capabilities, defaults: RowDefau
         capabilities: The model's limits and defaults.
         defaults: The job's.
     """
+    if (refused := capabilities.check_columns(row.carried)) is not None:
+        column, reason = refused
+        value = show(row.carried[column])
+        return RowFault(row.row, row.id, row.file, row.line, column, value, reason, row.content_hash)
     params = _with_job_defaults(row.params, defaults)
     height = params.height or capabilities.default_height
     width = params.width or capabilities.default_width

@@ -68,6 +68,8 @@ class WorkMeter:
         size = self._size(params.height, params.width)
         if size.fault is not None:
             return size.fault
+        if (refused := capabilities.check_columns(row.carried)) is not None:
+            return refused[1]
         if params.lora is not None and not capabilities.supports_lora:
             return f"lora is not supported for model family {capabilities.family!r}"
         default_steps = self._defaults.num_inference_steps or capabilities.default_num_inference_steps

@@ -63,6 +63,8 @@ class Capabilities:
         guides_from_nothing: Whether a ``classic`` family takes no negative prompt for no text at all, not for
             an empty one.
         supports_lora: Whether rows may name an adapter.
+        refused_columns: Columns that ask the family's diffusers pipeline for what is not built here, and what
+            that is. Elsewhere they are carried like any other.
     """
 
     family: str
@@ -87,6 +89,7 @@ class Capabilities:
     unet_flops: tuple[float, float] | None = None
     guides_from_nothing: bool = False
     supports_lora: bool = False
+    refused_columns: Mapping[str, str] = field(default_factory=dict)
 
     def num_image_tokens(self, height: int, width: int) -> int:
         """Image tokens of a ``height`` × ``width`` pixel image."""
@@ -139,6 +142,13 @@ class Capabilities:
                 return f"{name} must be a multiple of {self.size_multiple}, got {value}"
             if value > self.max_size:
                 return f"{name} must be at most {self.max_size}, got {value}"
+        return None
+
+    def check_columns(self, carried: Mapping[str, Any]) -> tuple[str, str] | None:
+        """The first of a row's other columns that must not be passed over, and why; or None."""
+        for column, feature in self.refused_columns.items():
+            if carried.get(column) is not None:
+                return column, f"{feature} is not supported for model family {self.family!r}"
         return None
 
     def check_request(self, request: Request) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from offline_diffusion.config import DEFAULT_MODEL
 from offline_diffusion.errors import ModelError, UnsupportedModelError, did_you_mean
 from offline_diffusion.models.capabilities import BatchKind, Capabilities
-from offline_diffusion.models.unet_cost import unet_cost
+from offline_diffusion.models.sdxl_config import sdxl_capabilities
 from offline_diffusion.request import SamplingParams
 
 CONTENT_SUFFIXES = (".json", ".safetensors", ".txt", ".jinja", ".model")
@@ -115,33 +115,13 @@ def _flux(read: ConfigReader) -> Capabilities:
     )
 
 
-def _sdxl(read: ConfigReader) -> Capabilities:
-    unet, vae = read("unet/config.json"), read("vae/config.json")
-    vae_pixels, default_side = _vae_pixels(vae), int(unet.get("sample_size") or 128)
-    cost = unet_cost(unet)
-    limits = {
-        name: int(read(f"{part}/config.json").get("max_position_embeddings", 77))
-        for name, part in (("clip_l", "text_encoder"), ("clip_g", "text_encoder_2"))
-    }
-    return Capabilities(
-        family="sdxl",
-        pipeline="StableDiffusionXLPipeline",
-        batch_kind=BatchKind.STACKED,
-        default_height=default_side * vae_pixels,
-        default_width=default_side * vae_pixels,
-        size_multiple=vae_pixels,
-        patch_pixels=vae_pixels,
-        default_true_cfg_scale=5.0,
-        default_guidance_scale=5.0,
-        guidance="classic",
-        guides_from_nothing=bool(read("model_index.json").get("force_zeros_for_empty_prompt", True)),
-        max_prompt_tokens=max(limits.values()),
-        prompt_limits=limits,
-        padded_text_tokens=max(limits.values()),
-        hidden_size=unet["block_out_channels"][0],
-        unet_flops=(cost.per_position, cost.per_square),
-        num_parameters=cost.num_parameters,
-    )
+SKIP_LAYER_COLUMNS = (
+    "skip_guidance_layers",
+    "skip_layer_guidance_scale",
+    "skip_layer_guidance_start",
+    "skip_layer_guidance_stop",
+)
+"""A third forward in some of the steps, by diffusers' names."""
 
 
 def _sd3(read: ConfigReader) -> Capabilities:
@@ -170,6 +150,7 @@ def _sd3(read: ConfigReader) -> Capabilities:
         num_layers=num_layers,
         hidden_size=hidden,
         num_image_layers=num_dual,
+        refused_columns=dict.fromkeys(SKIP_LAYER_COLUMNS, "skip-layer guidance"),
         num_parameters=(36 * num_layers + 7 * num_dual) * hidden**2,
     )
 
@@ -213,7 +194,7 @@ FAMILIES = (
         pipeline="StableDiffusionXLPipeline",
         module="offline_diffusion.models.sdxl",
         class_name="SDXL",
-        capabilities=_sdxl,
+        capabilities=sdxl_capabilities,
         batch_kind=BatchKind.STACKED,
         example="stabilityai/stable-diffusion-xl-base-1.0",
         named_defaults={

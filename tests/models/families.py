@@ -6,7 +6,6 @@ All is made on the spot, tokenizers included: nothing is downloaded.
 from __future__ import annotations
 
 import random
-import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,29 +15,11 @@ import diffusers
 import numpy as np
 import torch
 import transformers
-from tokenizers import pre_tokenizers
+from made_tokenizers import WORDS, clip_tokenizer, t5_tokenizer
 
 from offline_diffusion.models.tiny import build_tiny_qwen_image
 from offline_diffusion.models.tiny_weights import fill_text_encoder, fill_vae
 from offline_diffusion.request import SamplingParams
-
-T5_WORDS = ("a", "red", "cup", "storm", "lamp", "violet", "river", "quiet", "glass", "blurry", "under", "low")
-
-
-def clip_tokenizer() -> Any:
-    """Every byte a token; no merges."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*alphabet, *(f"{letter}</w>" for letter in alphabet), "<|startoftext|>", "<|endoftext|>"]
-    vocab = {piece: number for number, piece in enumerate(pieces)}
-    return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
-
-
-def t5_tokenizer() -> Any:
-    """A few words, and letters for all others."""
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), ("▁", -3.0)]
-    pieces += [(f"▁{word}", -2.0) for word in T5_WORDS]
-    pieces += [(letter, -5.0) for letter in string.ascii_letters + string.punctuation]
-    return transformers.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
 
 
 def clip_encoder(tokenizer: Any, width: int, *, projects: bool, seed: int) -> Any:
@@ -251,7 +232,7 @@ class Case:
                 seed=rng.choice([0, 2**32, 2**64 - 1, rng.getrandbits(64)]),
                 **self.guidance[index % len(self.guidance)],
             )
-            rows.append((" ".join(rng.choices(T5_WORDS, k=rng.choice([1, 4, 12, 40]))), params))
+            rows.append((" ".join(rng.choices(WORDS, k=rng.choice([1, 4, 12, 40]))), params))
         return rows
 
     def draw_alone(self, pipeline: Any, prompt: str, params: SamplingParams) -> np.ndarray:
