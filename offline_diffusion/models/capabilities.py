@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from offline_diffusion.request import Request, SamplingParams
+from offline_diffusion.request import MICRO_CONDITIONING, Request, SamplingParams, read_pair
 
 
 class BatchKind(Enum):
@@ -63,6 +63,7 @@ class Capabilities:
         guides_from_nothing: Whether a ``classic`` family takes no negative prompt for no text at all, not for
             an empty one.
         supports_lora: Whether rows may name an adapter.
+        micro_conditioning: Whether rows may give `MICRO_CONDITIONING`, in columns of these names.
         refused_columns: Columns that ask the family's diffusers pipeline for what is not built here, and what
             that is. Elsewhere they are carried like any other.
     """
@@ -89,6 +90,7 @@ class Capabilities:
     unet_flops: tuple[float, float] | None = None
     guides_from_nothing: bool = False
     supports_lora: bool = False
+    micro_conditioning: bool = False
     refused_columns: Mapping[str, str] = field(default_factory=dict)
 
     def num_image_tokens(self, height: int, width: int) -> int:
@@ -149,7 +151,18 @@ class Capabilities:
         for column, feature in self.refused_columns.items():
             if carried.get(column) is not None:
                 return column, f"{feature} is not supported for model family {self.family!r}"
+        if self.micro_conditioning:
+            for column in MICRO_CONDITIONING:
+                if (value := carried.get(column)) is not None and read_pair(value) is None:
+                    return column, "must be two integers of at least 0, such as [768, 1024]"
         return None
+
+    def pairs(self, carried: Mapping[str, Any]) -> dict[str, Any]:
+        """What a row's other columns, which are checked, say of its micro-conditioning."""
+        if not self.micro_conditioning:
+            return {}
+        found = {name: read_pair(carried.get(name)) for name in MICRO_CONDITIONING}
+        return {name: pair for name, pair in found.items() if pair is not None}
 
     def check_request(self, request: Request) -> str | None:
         """Why this model cannot draw ``request``, or None when it can."""
@@ -159,6 +172,9 @@ class Capabilities:
             return f"num_inference_steps must be at least 1, got {request.num_inference_steps}"
         if request.lora is not None and not self.supports_lora:
             return f"lora is not supported for model family {self.family!r}"
+        for name in () if self.micro_conditioning else MICRO_CONDITIONING:
+            if getattr(request, name) is not None:
+                return f"{name} is not supported for model family {self.family!r}"
         return None
 
     def resolve_guidance(
@@ -197,6 +213,9 @@ class Capabilities:
             lora=params.lora,
             lora_scale=params.lora_scale,
             guides_from_nothing=self.guides_from_nothing,
+            original_size=params.original_size,
+            crops_coords_top_left=params.crops_coords_top_left,
+            target_size=params.target_size,
         )
         if (fault := self.check_request(request)) is not None:
             raise ValueError(fault)

@@ -128,10 +128,15 @@ class SDXL:
         return steps.columns, steps.timesteps
 
     def prepare_sequence(self, request: Request, prompt: PromptEmbeds) -> SequenceInputs:
-        """Pooled prompt and micro-conditioning side by side; the latter is the pipeline's own default."""
+        """Pooled prompt and micro-conditioning side by side; the same for both branches, as in diffusers."""
         assert prompt.pooled is not None
         size = (request.height, request.width)
-        time_ids = torch.tensor([*size, 0, 0, *size], dtype=torch.float32).to(self.dtype)
+        pairs = (
+            request.original_size or size,
+            request.crops_coords_top_left or (0, 0),
+            request.target_size or size,
+        )
+        time_ids = torch.tensor(pairs, dtype=torch.float32).flatten().to(self.dtype)
         return SequenceInputs(vector=torch.cat((prompt.pooled, upload(time_ids, self.device))))
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:

@@ -40,6 +40,7 @@ def sdxl_capabilities(read: Callable[[str], dict[str, Any]]) -> Capabilities:
         default_true_cfg_scale=5.0,
         default_guidance_scale=5.0,
         guidance="classic",
+        micro_conditioning=True,
         refused_columns=REFUSED_COLUMNS,
         guides_from_nothing=bool(read("model_index.json").get("force_zeros_for_empty_prompt", True)),
         max_prompt_tokens=max(limits.values()),

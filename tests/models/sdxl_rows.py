@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from offline_diffusion.models.capabilities import Capabilities
-from offline_diffusion.request import Request, SamplingParams
+from offline_diffusion.request import MICRO_CONDITIONING, Pair, Request, SamplingParams
 
 WORDS = ("storm", "lamp", "violet", "river", "seven", "quiet", "glass", "a red cup", "☂", "雨の夜", "café!")
 GUIDANCE = (
@@ -18,6 +18,11 @@ GUIDANCE = (
 )
 """``guidance_scale`` and ``negative_prompt``: three that turn guidance off, four that turn it on, the first
 of them against nothing at all."""
+MICRO: tuple[dict[str, Pair], ...] = (
+    {},
+    {"original_size": (512, 2048)},
+    {"crops_coords_top_left": (0, 300), "target_size": (1024, 768)},
+)
 SIZES = ((64, 96), (72, 64), (64, 96), (128, 64))
 """Height and width; one is twice as likely, one is no multiple of what the UNet divides by."""
 
@@ -34,6 +39,7 @@ def random_rows(capabilities: Capabilities, seed: int, count: int = 7, max_steps
             num_inference_steps=rng.randint(1, max_steps),
             guidance_scale=scale,
             negative_prompt=negative_prompt,
+            **MICRO[index % len(MICRO)],
         )
         prompt = " ".join(rng.choices(WORDS, k=rng.choice([1, 3, 20, 90])))
         image_seed = rng.choice([0, 2**53 + 1, 2**64 - 1, rng.getrandbits(64)])
@@ -50,6 +56,7 @@ def draw_alone(pipeline: Any, row: Request) -> np.ndarray:
         height=row.height,
         width=row.width,
         num_inference_steps=row.num_inference_steps,
+        **{name: pair for name in MICRO_CONDITIONING if (pair := getattr(row, name)) is not None},
         generator=torch.Generator("cpu").manual_seed(row.seed),
     ).images
     return np.asarray(image)

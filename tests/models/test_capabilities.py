@@ -122,3 +122,15 @@ def test_a_unets_cost_is_by_its_own_numbers() -> None:
 @pytest.mark.parametrize(("patch_pixels", "expected"), [(16, 1000), (8, 4000), (32, 250)])
 def test_budgets_are_by_area(patch_pixels: int, expected: int) -> None:
     assert replace(CAPABILITIES, patch_pixels=patch_pixels).own_tokens(1000) == expected
+
+
+def test_micro_conditioning_is_refused_where_a_family_has_none() -> None:
+    params = SamplingParams(original_size=(512, 512))
+    assert replace(CLASSIC, micro_conditioning=True).resolve("a", "p", params, seed=0).original_size == (
+        512,
+        512,
+    )
+    with pytest.raises(ValueError, match="original_size is not supported for model family 'fake'"):
+        CLASSIC.resolve("a", "p", params, seed=0)
+    assert CLASSIC.check_columns({"original_size": "any text"}) is None  # carried like any other
+    assert CLASSIC.pairs({"original_size": [1, 2]}) == {}

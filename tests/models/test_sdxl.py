@@ -142,18 +142,33 @@ def resume(model: Any, row: Request, state: StepState) -> Any:
     return output
 
 
-def test_micro_conditioning_and_the_prompt_are_seen(weights: Any, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"original_size": (32, 1024)},
+        {"crops_coords_top_left": (0, 77)},
+        {"target_size": (512, 64)},
+        {"prompt": "seven lamps"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_micro_conditioning_and_the_prompt_are_seen(
+    weights: Any, checkpoint: Checkpoint, change: dict[str, Any]
+) -> None:
     """Each changes the picture, so that the comparisons above would notice if it went missing."""
     row = random_rows(checkpoint.capabilities, 1)[0]
     plain = draw_alone(weights, row)
-    generator = torch.Generator("cpu").manual_seed(row.seed)
-    options = {"height": row.height, "width": row.width, "num_inference_steps": row.num_inference_steps}
-    for change in ({"original_size": (32, 1024)}, {"prompt": "seven lamps"}):
-        arguments = {"prompt": row.prompt, "negative_prompt": row.negative_prompt} | options | change
-        image = weights(
-            **arguments, guidance_scale=row.guidance_scale, generator=generator.manual_seed(row.seed)
-        )
-        assert max_difference(np.asarray(image.images[0]), plain) > 10
+    assert max_difference(draw_alone(weights, replace(row, **change)), plain) > 10
+
+
+def test_rows_of_other_micro_conditioning_share_a_step(weights: Any, checkpoint: Checkpoint) -> None:
+    row = replace(random_rows(checkpoint.capabilities, 1)[0], height=64, width=64, num_inference_steps=3)
+    rows = [replace(row, request_id=str(side), original_size=(side, 64)) for side in (64, 300, 2000)]
+    engine = Engine(wrap(weights, checkpoint), EngineConfig())
+    outputs = {output.request_id: output for output in engine.generate(rows)}
+    assert engine.stats.num_steps == 3
+    for own in rows:
+        assert max_difference(outputs[own.request_id].pixels, draw_alone(weights, own)) <= 1
 
 
 def test_a_long_prompt_is_cut_as_the_pipeline_cuts_it(weights: Any, checkpoint: Checkpoint) -> None:

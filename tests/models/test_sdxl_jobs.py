@@ -15,8 +15,12 @@ from job_fakes import Runner, at_step, decode, make_rows, read_table, write_json
 
 from offline_diffusion.cli.main import main
 from offline_diffusion.config import EngineConfig
+from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, RowImages, resolve_row
+from offline_diffusion.data.work import WorkMeter
 from offline_diffusion.job import StopFlag
 from offline_diffusion.models.loader import load_model
+from offline_diffusion.models.registry import find_checkpoint
+from offline_diffusion.request import MICRO_CONDITIONING, SamplingParams
 
 NUM_IMAGES = 9
 
@@ -31,6 +35,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = make_rows(NUM_IMAGES)
     for index, row in enumerate(rows):
         row |= {"height": 64, "width": [64, 96][index % 2], "num_inference_steps": 3 + index % 3}
+        row |= [{}, {}, {"original_size": [512, 1024]}, {"crops_coords_top_left": [0, 64]}][index % 4]
         row |= [{"guidance_scale": 1.0}, {"negative_prompt": "grey"}, {"cfg": 3.0}][index % 3]
     return write_jsonl(tmp_path_factory.mktemp("manifest") / "m.jsonl", rows)
 
@@ -57,6 +62,7 @@ def test_a_jobs_images_are_the_pipelines(images: list[dict[str, Any]], folder: P
         names = ("prompt", "negative_prompt", "guidance_scale", "height", "width", "num_inference_steps")
         (image,) = pipeline(
             **{name: row[name] for name in names},
+            **{name: tuple(row[name]) for name in MICRO_CONDITIONING[:2] if row[name] is not None},
             generator=torch.Generator("cpu").manual_seed(row["seed"]),
         ).images
         difference = np.abs(decode(row["image"]).astype(int) - np.asarray(image).astype(int))
@@ -89,3 +95,34 @@ def test_a_plan_counts_both_branches_and_steps_of_one_shape(folder: Path, manife
     assert (plan["num_images"], plan["num_cfg_images"], plan["num_guidance_off_rows"]) == (9, 6, 0)
     assert plan["text_tokens"] == 77 * (9 + 6)
     assert plan["num_steps"] == 5 + 5  # the longest of each shape, all others beside it
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("original_size", "512x512", "must be two integers"),
+        ("original_size", [512], "must be two integers"),
+        ("target_size", [512, -1], "must be two integers"),
+        ("guidance_rescale", 0.7, "rescaled guidance is not supported"),
+        ("prompt_2", "a lamp", "second encoder alone is not supported"),
+    ],
+)
+def test_what_a_unet_cannot_mix_and_what_makes_no_sense_is_a_fault_of_its_row(
+    folder: Path, column: str, value: object, reason: str
+) -> None:
+    row = ManifestRow(3, "c", "m.jsonl", 4, "hash", "a cup", SamplingParams(), {column: value})
+    capabilities = find_checkpoint(str(folder)).capabilities
+    fault = resolve_row(row, capabilities, RowDefaults())
+    assert isinstance(fault, RowFault)
+    assert fault.column == column
+    assert reason in fault.reason
+    assert WorkMeter(capabilities, RowDefaults()).measure(row) == fault.reason
+
+
+@pytest.mark.parametrize("value", [[768, 1024], (768, 1024), "[768, 1024]", " (768,1024) ", "768, 1024"])
+def test_pairs_are_read_from_lists_and_text(folder: Path, value: object) -> None:
+    row = ManifestRow(3, "c", "m.jsonl", 4, "hash", "a cup", SamplingParams(), {"original_size": value})
+    resolved = resolve_row(row, find_checkpoint(str(folder)).capabilities, RowDefaults())
+    assert isinstance(resolved, RowImages)
+    assert resolved.first.request.original_size == (768, 1024)
+    assert resolved.first.request.target_size is None
