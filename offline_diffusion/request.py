@@ -46,8 +46,8 @@ class SamplingParams:
         num_images_per_prompt: Images of this prompt; image *k* is drawn with ``seed + k`` (mod 2⁶⁴).
         lora: Adapter name or path.
         lora_scale: Strength of the adapter.
-        original_size, crops_coords_top_left, target_size: SDXL's micro-conditioning, two integers of at least 0
-            each; None takes the picture's own size, uncropped.
+        original_size, crops_coords_top_left, target_size: SDXL's micro-conditioning, two integers of at least
+            0 each; None takes the picture's own size, uncropped.
 
     Raises:
         ValueError: A value is outside its range; the message names the field.
