@@ -160,7 +160,7 @@ def resolve_row(row: ManifestRow, capabilities: Capabilities, defaults: RowDefau
         column, reason = refused
         value = show(row.carried[column])
         return RowFault(row.row, row.id, row.file, row.line, column, value, reason, row.content_hash)
-    params = _with_job_defaults(row.params, defaults)
+    params = _with_job_defaults(row.params, defaults, capabilities)
     height = params.height or capabilities.default_height
     width = params.width or capabilities.default_width
     drawn = fit_size(height, width, capabilities.size_multiple, defaults.on_bad_size)
@@ -175,10 +175,29 @@ def resolve_row(row: ManifestRow, capabilities: Capabilities, defaults: RowDefau
     return RowImages(first, params.num_images_per_prompt)
 
 
-def _with_job_defaults(params: SamplingParams, defaults: RowDefaults) -> SamplingParams:
-    names = ("height", "width", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
+def given_scales(
+    params: SamplingParams, defaults: RowDefaults, capabilities: Capabilities
+) -> tuple[float | None, float | None]:
+    """``true_cfg_scale`` and ``guidance_scale`` of a row, the job's where it is silent.
+
+    Where both names mean one scale, a row that gives either is not silent.
+    """
+    own = params.true_cfg_scale, params.guidance_scale
+    if capabilities.guidance == "classic" and own != (None, None):
+        return own
+    return (
+        defaults.true_cfg_scale if own[0] is None else own[0],
+        defaults.guidance_scale if own[1] is None else own[1],
+    )
+
+
+def _with_job_defaults(
+    params: SamplingParams, defaults: RowDefaults, capabilities: Capabilities
+) -> SamplingParams:
+    names = ("height", "width", "num_inference_steps", "negative_prompt")
     missing = {name: getattr(defaults, name) for name in names if getattr(params, name) is None}
-    return replace(params, **missing)
+    true_cfg_scale, guidance_scale = given_scales(params, defaults, capabilities)
+    return replace(params, true_cfg_scale=true_cfg_scale, guidance_scale=guidance_scale, **missing)
 
 
 def fit_size(height: int, width: int, multiple: int, on_bad_size: OnBadSize) -> tuple[int, int]:

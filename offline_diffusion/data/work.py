@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, fit_size
+from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, fit_size, given_scales
 from offline_diffusion.models.capabilities import Capabilities
 
 UTF8_BYTES_PER_TOKEN = 4.0
@@ -85,8 +85,7 @@ class WorkMeter:
     def _prompts_of_branches(self, row: ManifestRow) -> tuple[list[str], bool]:
         params, defaults = row.params, self._defaults
         scale, _, negative = self._capabilities.resolve_guidance(
-            defaults.true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale,
-            defaults.guidance_scale if params.guidance_scale is None else params.guidance_scale,
+            *given_scales(params, defaults, self._capabilities),
             defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt,
         )
         if scale > 1 and (negative is not None or self._capabilities.guides_from_nothing):

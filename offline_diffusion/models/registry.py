@@ -142,6 +142,7 @@ def _sd3(read: ConfigReader) -> Capabilities:
         max_size=transformer.get("pos_embed_max_size", 96) * 2 * vae_pixels,
         patch_pixels=2 * vae_pixels,
         default_num_inference_steps=28,
+        default_true_cfg_scale=7.0,
         default_guidance_scale=7.0,
         guidance="classic",
         max_prompt_tokens=256,
@@ -187,7 +188,7 @@ FAMILIES = (
         capabilities=_sd3,
         batch_kind=BatchKind.PACKED,
         example="stabilityai/stable-diffusion-3.5-large",
-        named_defaults={"turbo": {"num_inference_steps": 4, "guidance_scale": 0.0}},
+        named_defaults={"turbo": {"num_inference_steps": 4, "true_cfg_scale": 0.0, "guidance_scale": 0.0}},
     ),
     Family(
         name="sdxl",

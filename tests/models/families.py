@@ -215,8 +215,9 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     scales: Sequence[str] = field(default=("true_cfg_scale", "guidance_scale"))
 
-    def load(self, folder: Path) -> Any:
-        pipeline = getattr(diffusers, self.pipeline).from_pretrained(folder, **self.options)
+    def load(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+        pipeline_class = getattr(diffusers, self.pipeline)
+        pipeline = pipeline_class.from_pretrained(folder, dtype=dtype, **self.options)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 

@@ -6,6 +6,7 @@ The configs are those of the published checkpoints; modules are made without mem
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,20 @@ def test_skip_layer_guidance_is_refused_by_name(tmp_path: Path) -> None:
         assert not isinstance(other, RowFault)
     unset = row(skip_guidance_layers=None)  # of a table with rows that ask for it
     assert not isinstance(resolve_row(unset, sd3, RowDefaults()), RowFault)
+
+
+@pytest.mark.parametrize(
+    ("of_row", "expected"),
+    [({}, 5.0), ({"true_cfg_scale": 3.0}, 3.0), ({"guidance_scale": 2.0}, 2.0)],
+)
+def test_a_rows_scale_wins_over_the_jobs_whatever_it_is_called(
+    tmp_path: Path, of_row: dict[str, float], expected: float
+) -> None:
+    capabilities = capabilities_of("stable-diffusion-3.5-medium", tmp_path)
+    asked = replace(row(), params=SamplingParams(**of_row))  # type: ignore[arg-type]
+    images = resolve_row(asked, capabilities, RowDefaults(guidance_scale=5.0, true_cfg_scale=9.0))
+    assert not isinstance(images, RowFault)
+    assert images[0].request.guidance_scale == expected
 
 
 def test_a_plan_counts_padded_text_and_both_branches(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""Checkpoints of a known family that turn on what is not built here are refused by the name of the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import build_flux, build_sd3
+
+from offline_diffusion.config import EngineConfig
+from offline_diffusion.errors import UnsupportedModelError
+from offline_diffusion.models.loader import load_model
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"qk_norm": "layer_norm"},
+            "qk_norm='layer_norm', supported for .*: None, 'rms_norm'",
+        ),
+        ({"patch_size": 4}, "patch_size=4, supported for Stable Diffusion 3: 2"),
+    ],
+)
+def test_of_stable_diffusion_3(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = build_sd3(tmp_path / "model", **changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(EngineConfig(model=str(folder), device="cpu"))
+
+
+def test_of_flux(tmp_path: Path) -> None:
+    folder = build_flux(tmp_path / "model", patch_size=2)
+    with pytest.raises(UnsupportedModelError, match=r"patch_size=2, supported for FLUX\.1: 1"):
+        load_model(EngineConfig(model=str(folder), device="cpu"))
+
+
+@pytest.mark.parametrize("key", ["stochastic_sampling", "invert_sigmas"])
+def test_of_a_noise_scheduler(tmp_path: Path, key: str) -> None:
+    folder = build_flux(tmp_path / "model")
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: True}))
+    with pytest.raises(UnsupportedModelError, match=f"{key}=true, which is not supported for FLUX.1"):
+        load_model(EngineConfig(model=str(folder), device="cpu"))
