@@ -117,7 +117,7 @@ class StackedBatch:
         scaled = self.state[:, :, : batch.latents.shape[-1]] * here[:, :1, None]
         torch.index_select(scaled, 0, self.source, out=batch.latents)
         torch.index_select(self._here(self.timesteps), 0, self.source, out=batch.timesteps)
-        return _stacked(model).predict_noise(batch)
+        return _stacked(model).denoise_step(batch)
 
     def step_scheduler(self, noise_pred: Tensor, model: DiffusionModel) -> None:  # noqa: ARG002
         """Combines the branches and moves every request one step on; device work only.

@@ -16,7 +16,7 @@ from torch import Tensor
 from offline_diffusion.attention.backends import load_backend
 from offline_diffusion.errors import UnsupportedModelError
 from offline_diffusion.models.autoencoder_kl import ImageDecoder
-from offline_diffusion.models.base import GuidanceRule, PromptEmbeds, SequenceInputs, TokenizedPrompt
+from offline_diffusion.models.base import PromptEmbeds, SequenceInputs, TokenizedPrompt
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.models.linear_steps import StepTables
 from offline_diffusion.models.padded_prompts import PaddedEncoder, PaddedPrompts
@@ -42,8 +42,6 @@ class SDXL:
         UnsupportedModelError: The config turns on what is not built here; names it.
         BackendError: The attention backend does not work here.
     """
-
-    guidance_rule: GuidanceRule = "plain"
 
     def __init__(
         self, pipeline: Any, capabilities: Capabilities, device: torch.device, attention_backend: str = "auto"
@@ -145,7 +143,7 @@ class SDXL:
 
     # --- every step --------------------------------------------------------------------------
 
-    def predict_noise(self, batch: StackedInput) -> Tensor:
+    def denoise_step(self, batch: StackedInput) -> Tensor:
         """One forward over all rows, ``[N, S, C]``."""
         assert batch.vectors is not None
         grid = self._grid(batch.height, batch.width)

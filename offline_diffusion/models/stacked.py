@@ -53,6 +53,6 @@ class StackedModel(DiffusionModel, Protocol):
         """
         ...
 
-    def predict_noise(self, batch: StackedInput) -> Tensor:
+    def denoise_step(self, batch: StackedInput) -> Tensor:
         """The model's output, ``[N, S, C]`` in its dtype."""
         ...

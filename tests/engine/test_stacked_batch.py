@@ -84,7 +84,7 @@ class FakeStackedModel(FakeModel):
     def prepare_sequence(self, request: Request, prompt: PromptEmbeds) -> SequenceInputs:
         return SequenceInputs(vector=torch.tensor([request.height, request.width]) / 16)
 
-    def predict_noise(self, batch: StackedInput) -> torch.Tensor:
+    def denoise_step(self, batch: StackedInput) -> torch.Tensor:  # type: ignore[override]
         assert batch.vectors is not None
         self.shapes.append(tuple(batch.latents.shape))
         rows = zip(batch.latents, batch.timesteps, batch.prompt_embeds, batch.vectors, strict=True)
