@@ -31,6 +31,7 @@ REMEMBERED: dict[str, tuple[str, ...]] = {
 """Noise schedulers whose steps are linear, and the attributes in which each keeps tensors between steps."""
 
 NONLINEAR_KEYS = ("thresholding", "clip_sample")
+"""What makes steps nonlinear where the scheduler heeds it; configs also carry keys of other schedulers."""
 
 TYPICAL_STEPS = 20
 """Of the run that tells how much a scheduler remembers: enough that every slot is in use."""
@@ -86,9 +87,6 @@ class StepTables:
                 f"noise scheduler {name} is not supported for models that share steps by stacking",
                 hint=f"allowed: {', '.join(REMEMBERED)}",
             )
-        for key in NONLINEAR_KEYS:
-            if noise_scheduler.config.get(key):
-                raise UnsupportedModelError(f"scheduler config has {key}=true, which is not supported")
         self._noise_scheduler = noise_scheduler
         self._slots = _useful_slots(_probe(self._fresh, TYPICAL_STEPS)[1])
         self.table = lru_cache(maxsize=256)(self._table)
@@ -134,8 +132,10 @@ class StepTables:
             inputs = torch.stack([*state, values[index + 1], noise])
             state = torch.tensordot(steps.matrices[index], inputs, dims=1)
         if not torch.allclose(state[0], sample, rtol=TOLERANCE, atol=TOLERANCE):
+            suspects = [f"{key}=true" for key in NONLINEAR_KEYS if noise_scheduler.config.get(key)]
+            config = "this scheduler config" if not suspects else f"{', '.join(suspects)} in scheduler config"
             raise UnsupportedModelError(
-                f"noise scheduler {name}: with this scheduler config its steps are not linear, or not finite",
+                f"noise scheduler {name}: with {config} its steps are not linear, or not finite",
                 hint="set scheduler/scheduler_config.json to one of its usual configs",
             )
 

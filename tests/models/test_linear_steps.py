@@ -146,6 +146,14 @@ def test_what_is_not_linear_is_refused_by_name(name: str, config: dict[str, Any]
         StepTables(noise_scheduler)
 
 
+def test_a_key_that_another_scheduler_heeds_is_passed_over() -> None:
+    """Configs that were made over keep the keys of the class they were made for."""
+    ddim = diffusers.DDIMScheduler(**BETAS, clip_sample=True)
+    euler = diffusers.EulerDiscreteScheduler.from_config(ddim.config)
+    assert euler.config["clip_sample"]
+    assert StepTables(euler).num_remembered == 0
+
+
 def test_a_scheduler_that_turns_nonlinear_unannounced_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = diffusers.EulerDiscreteScheduler.step
 
