@@ -186,8 +186,8 @@ class Tally:
         lines = []
         if self.num_truncated:
             lines.append(
-                f"{plural(self.num_truncated, 'image')}: the prompt is longer than the model reads and was "
-                "cut; see truncated_tokens in metrics"
+                f"{plural(self.num_truncated, 'image')}: the prompt is longer than a text encoder reads and "
+                "was cut for it; see truncated_tokens in metrics"
             )
         if self.num_guidance_off:
             lines.append(

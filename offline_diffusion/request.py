@@ -40,7 +40,8 @@ class SamplingParams:
         width: Image width in pixels.
         num_inference_steps: Denoise steps, at least 1.
         true_cfg_scale: Classic guidance, at least 0; active when > 1 and a negative prompt is given.
-        guidance_scale: Embedded scale of a guidance-distilled model, at least 0.
+        guidance_scale: Embedded scale of a guidance-distilled model, or classic guidance where the family's
+            pipeline calls it so (Stable Diffusion); at least 0.
         negative_prompt: None is none; ``""`` and ``" "`` are real negative prompts.
         seed: 0 … 2⁶⁴−1.
         num_images_per_prompt: Images of this prompt; image *k* is drawn with ``seed + k`` (mod 2⁶⁴).
@@ -110,8 +111,9 @@ def _is_finite(value: object) -> bool:
 class Request:
     """One image to draw, every parameter resolved: the engine's unit.
 
-    ``request_id`` is unique among the requests of an engine and opaque to it. With ``guides_from_nothing``
-    a negative prompt that is not given is no text at all, which is not the empty one.
+    ``request_id`` is unique among the requests of an engine and opaque to it. ``true_cfg_scale`` is the scale
+    of classic guidance whatever the family calls it, see ``Capabilities.resolve_guidance``. With
+    ``guides_from_nothing`` a negative prompt that is not given is no text at all, which is not the empty one.
     """
 
     request_id: str
@@ -132,7 +134,7 @@ class Request:
 
     @property
     def cfg_active(self) -> bool:
-        """Whether classic guidance is on (the rule of diffusers' Qwen-Image pipeline)."""
+        """Whether classic guidance is on: the rule of diffusers' pipelines, negative prompts resolved."""
         has_negative = self.negative_prompt is not None or self.guides_from_nothing
         return self.true_cfg_scale > 1 and has_negative
 

@@ -97,7 +97,7 @@ def test_warnings_have_counts(job: tuple[Path, JobSummary]) -> None:
     # Guidance is on by default in the family, and off in rows without a negative prompt.
     off = sum(row.get("num_images_per_prompt", 1) for row in ROWS if "negative_prompt" not in row)
     truncated, guidance = sorted(job[1].warnings)
-    assert truncated.startswith("1 image: the prompt is longer than the model reads and was cut")
+    assert truncated.startswith("1 image: the prompt is longer than a text encoder reads and was cut")
     assert guidance.startswith(f"{off} images: true_cfg_scale > 1 without a negative_prompt")
 
 

@@ -262,7 +262,7 @@ def _prompt_encoders(pipeline: Any, capabilities: Capabilities, device: torch.de
     clip, t5 = pipeline.text_encoder, pipeline.text_encoder_2
     limits = capabilities.prompt_limits
     encoders = [
-        PaddedEncoder(pipeline.tokenizer, limits["clip"], lambda ids: (clip(ids).pooler_output,)),
-        PaddedEncoder(pipeline.tokenizer_2, limits["t5"], lambda ids: (t5(ids)[0],)),
+        PaddedEncoder(pipeline.tokenizer, clip, limits["clip"], lambda ids: (clip(ids).pooler_output,)),
+        PaddedEncoder(pipeline.tokenizer_2, t5, limits["t5"], lambda ids: (t5(ids)[0],)),
     ]
     return PaddedPrompts(encoders, limits["t5"], device)

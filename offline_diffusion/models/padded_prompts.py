@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offline_diffusion.errors import ModelError
 from offline_diffusion.models.base import TokenizedPrompt
 from offline_diffusion.upload import upload
 
@@ -26,15 +27,28 @@ class PaddedEncoder:
     """A tokenizer and its text encoder.
 
     Args:
-        tokenizer: Of transformers.
+        tokenizer, encoder: Loaded, of transformers.
         num_tokens: L; ids are padded and cut to it, special tokens included.
         encode: Ids ``[rows, L]`` on the device → what the family takes of the encoder's output, each with a
             row for each prompt.
+
+    Raises:
+        ModelError: The tokenizer is not the encoder's: without its files transformers makes an empty one that
+            draws wrong pictures.
     """
 
     tokenizer: Any
+    encoder: Any
     num_tokens: int
     encode: Callable[[Tensor], tuple[Tensor, ...]]
+
+    def __post_init__(self) -> None:
+        found, wanted = len(self.tokenizer), self.encoder.config.vocab_size
+        if not wanted / 2 < found <= wanted:
+            raise ModelError(
+                f"{type(self.tokenizer).__name__} has {found} tokens, its text encoder {wanted}",
+                hint="the checkpoint's tokenizer folder is damaged or belongs to another model",
+            )
 
     def ids(self, text: str) -> tuple[list[int], int]:
         """L token ids, and how many of the text were cut."""

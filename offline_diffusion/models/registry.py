@@ -17,16 +17,19 @@ from typing import Any
 from offline_diffusion.config import DEFAULT_MODEL
 from offline_diffusion.errors import ModelError, UnsupportedModelError, did_you_mean
 from offline_diffusion.models.capabilities import BatchKind, Capabilities
-from offline_diffusion.models.sdxl_config import sdxl_capabilities
+from offline_diffusion.models.configs import (
+    ConfigReader,
+    flux_capabilities,
+    qwen_image_capabilities,
+    sd3_capabilities,
+    sdxl_capabilities,
+)
 from offline_diffusion.request import SamplingParams
 
 CONTENT_SUFFIXES = (".json", ".safetensors", ".txt", ".jinja", ".model")
 WHOLE_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 16 * 2**20, 65_536, 64
 """Files up to the first are read whole, of larger ones so many samples of so many bytes: a checkpoint of
 60 GB is told from another in a fraction of a second."""
-
-ConfigReader = Callable[[str], dict[str, Any]]
-"""Reads one JSON file of a checkpoint by its path inside it."""
 
 LIBRARIES = ("diffusers", "transformers")
 """Where the parts of a pipeline may come from."""
@@ -69,105 +72,13 @@ class Family:
         }
 
 
-def _qwen_image(read: ConfigReader) -> Capabilities:
-    transformer, vae = read("transformer/config.json"), read("vae/config.json")
-    patch_pixels = 2 ** len(vae.get("temperal_downsample", (0, 0, 0))) * 2
-    hidden = transformer.get("num_attention_heads", 24) * transformer.get("attention_head_dim", 128)
-    return Capabilities(
-        family="qwen_image",
-        pipeline="QwenImagePipeline",
-        default_height=64 * patch_pixels,
-        default_width=64 * patch_pixels,
-        size_multiple=patch_pixels,
-        # positions: images from -n/2 to n/2, text after n/2, both in one table of 4096
-        max_size=2 * (4096 - 512) * patch_pixels,
-        patch_pixels=patch_pixels,
-        prompt_limits={"qwen2.5-vl": 512},
-        num_layers=transformer.get("num_layers", 60),
-        hidden_size=hidden,
-        num_parameters=36 * hidden**2 * transformer.get("num_layers", 60),
-    )
-
-
-def _flux(read: ConfigReader) -> Capabilities:
-    transformer, vae, clip = (read(f"{part}/config.json") for part in ("transformer", "vae", "text_encoder"))
-    num_double, num_single = transformer.get("num_layers", 19), transformer.get("num_single_layers", 38)
-    hidden = transformer.get("num_attention_heads", 24) * transformer.get("attention_head_dim", 128)
-    is_dev = transformer.get("guidance_embeds", False)
-    vae_pixels = _vae_pixels(vae)
-    return Capabilities(
-        family="flux",
-        pipeline="FluxPipeline",
-        default_height=128 * vae_pixels,
-        default_width=128 * vae_pixels,
-        size_multiple=2 * vae_pixels,
-        patch_pixels=2 * vae_pixels,
-        default_num_inference_steps=28 if is_dev else 4,
-        default_true_cfg_scale=1.0,
-        default_guidance_scale=3.5 if is_dev else None,
-        guidance="embedded" if is_dev else "true_cfg",
-        max_prompt_tokens=512,
-        prompt_limits={"clip": clip.get("max_position_embeddings", 77), "t5": 512},
-        padded_text_tokens=512,
-        num_layers=num_double + num_single,
-        hidden_size=hidden,
-        num_parameters=(36 * num_double + 15 * num_single) * hidden**2,
-    )
-
-
-SKIP_LAYER_COLUMNS = (
-    "skip_guidance_layers",
-    "skip_layer_guidance_scale",
-    "skip_layer_guidance_start",
-    "skip_layer_guidance_stop",
-)
-"""A third forward in some of the steps, by diffusers' names."""
-
-
-def _sd3(read: ConfigReader) -> Capabilities:
-    transformer, clip = read("transformer/config.json"), read("text_encoder/config.json")
-    hidden = transformer.get("num_attention_heads", 18) * transformer.get("attention_head_dim", 64)
-    num_layers, num_dual = (
-        transformer.get("num_layers", 18),
-        len(transformer.get("dual_attention_layers", ())),
-    )
-    vae_pixels = _vae_pixels(read("vae/config.json"))
-    clip_tokens = clip.get("max_position_embeddings", 77)
-    return Capabilities(
-        family="sd3",
-        pipeline="StableDiffusion3Pipeline",
-        default_height=transformer.get("sample_size", 128) * vae_pixels,
-        default_width=transformer.get("sample_size", 128) * vae_pixels,
-        size_multiple=2 * vae_pixels,
-        max_size=transformer.get("pos_embed_max_size", 96) * 2 * vae_pixels,
-        patch_pixels=2 * vae_pixels,
-        default_num_inference_steps=28,
-        default_true_cfg_scale=7.0,
-        default_guidance_scale=7.0,
-        guidance="classic",
-        max_prompt_tokens=256,
-        prompt_limits={"clip": clip_tokens, "clip_2": clip_tokens, "t5": 256},
-        padded_text_tokens=clip_tokens + 256,
-        num_layers=num_layers,
-        hidden_size=hidden,
-        num_image_layers=num_dual,
-        refused_columns=dict.fromkeys(SKIP_LAYER_COLUMNS, "skip-layer guidance"),
-        num_parameters=(36 * num_layers + 7 * num_dual) * hidden**2,
-    )
-
-
-def _vae_pixels(vae: Mapping[str, Any]) -> int:
-    """Pixels along one side of a latent of an ``AutoencoderKL``."""
-    return int(2 ** (len(vae.get("block_out_channels", (0,))) - 1))
-
-
 FAMILIES = (
     Family(
         name="qwen_image",
         pipeline="QwenImagePipeline",
         module="offline_diffusion.models.qwen_image",
         class_name="QwenImage",
-        capabilities=_qwen_image,
+        capabilities=qwen_image_capabilities,
         batch_kind=BatchKind.PACKED,
         example="Qwen/Qwen-Image",
     ),
@@ -176,7 +87,7 @@ FAMILIES = (
         pipeline="FluxPipeline",
         module="offline_diffusion.models.flux",
         class_name="Flux",
-        capabilities=_flux,
+        capabilities=flux_capabilities,
         batch_kind=BatchKind.PACKED,
         example="black-forest-labs/FLUX.1-dev",
     ),
@@ -185,7 +96,7 @@ FAMILIES = (
         pipeline="StableDiffusion3Pipeline",
         module="offline_diffusion.models.sd3",
         class_name="StableDiffusion3",
-        capabilities=_sd3,
+        capabilities=sd3_capabilities,
         batch_kind=BatchKind.PACKED,
         example="stabilityai/stable-diffusion-3.5-large",
         named_defaults={"turbo": {"num_inference_steps": 4, "true_cfg_scale": 0.0, "guidance_scale": 0.0}},
@@ -237,7 +148,10 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     index = read("model_index.json")
     family = _family_of(str(index.get("_class_name")), model)
     _check_libraries(index, model)
-    capabilities = family.capabilities(read)
+    try:
+        capabilities = family.capabilities(read)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{model}: its configuration files make no sense: {error}") from None
     overrides = family.defaults_of(model) | _checked_defaults(_optional(read, DEFAULTS_FILE), model)
     capabilities = capabilities.with_defaults(overrides)
     content = _folder_content(Path(source)) if is_folder else _hub_commit(source, revision)

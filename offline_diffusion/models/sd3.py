@@ -230,11 +230,12 @@ def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
 
 
 def _prompt_encoders(pipeline: Any, capabilities: Capabilities, device: torch.device) -> PaddedPrompts:
-    limits, t5 = capabilities.prompt_limits, pipeline.text_encoder_3
+    limits = capabilities.prompt_limits
+    clip, clip_2, t5 = pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3
     encoders = [
-        PaddedEncoder(pipeline.tokenizer, limits["clip"], _clip(pipeline.text_encoder)),
-        PaddedEncoder(pipeline.tokenizer_2, limits["clip_2"], _clip(pipeline.text_encoder_2)),
-        PaddedEncoder(pipeline.tokenizer_3, limits["t5"], lambda ids: (t5(ids)[0],)),
+        PaddedEncoder(pipeline.tokenizer, clip, limits["clip"], _clip(clip)),
+        PaddedEncoder(pipeline.tokenizer_2, clip_2, limits["clip_2"], _clip(clip_2)),
+        PaddedEncoder(pipeline.tokenizer_3, t5, limits["t5"], lambda ids: (t5(ids)[0],)),
     ]
     assert capabilities.padded_text_tokens is not None
     return PaddedPrompts(encoders, capabilities.padded_text_tokens, device)

@@ -179,8 +179,8 @@ def _prompt_encoders(pipeline: Any, capabilities: Capabilities, device: torch.de
         return output.hidden_states[-2], output.text_embeds
 
     encoders = [
-        PaddedEncoder(pipeline.tokenizer, limits["clip_l"], encode_first),
-        PaddedEncoder(pipeline.tokenizer_2, limits["clip_g"], encode_second),
+        PaddedEncoder(pipeline.tokenizer, first, limits["clip_l"], encode_first),
+        PaddedEncoder(pipeline.tokenizer_2, second, limits["clip_g"], encode_second),
     ]
     return PaddedPrompts(encoders, max(limits.values()), device)
 

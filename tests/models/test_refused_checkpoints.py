@@ -10,7 +10,7 @@ import pytest
 from families import build_flux, build_sd3
 
 from offline_diffusion.config import EngineConfig
-from offline_diffusion.errors import UnsupportedModelError
+from offline_diffusion.errors import ModelError, UnsupportedModelError
 from offline_diffusion.models.loader import load_model
 
 
@@ -33,6 +33,14 @@ def test_of_stable_diffusion_3(tmp_path: Path, changes: dict[str, Any], message:
 def test_of_flux(tmp_path: Path) -> None:
     folder = build_flux(tmp_path / "model", patch_size=2)
     with pytest.raises(UnsupportedModelError, match=r"patch_size=2, supported for FLUX\.1: 1"):
+        load_model(EngineConfig(model=str(folder), device="cpu"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_2"])
+def test_of_a_tokenizer_without_its_vocabulary(tmp_path: Path, name: str) -> None:
+    folder = build_flux(tmp_path / "model")
+    (folder / name / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"has \d tokens, its text encoder \d{2,}"):
         load_model(EngineConfig(model=str(folder), device="cpu"))
 
 

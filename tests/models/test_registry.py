@@ -122,7 +122,13 @@ def test_a_damaged_config_is_named(folder: Path, name: str, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("height", "tall"), ("width", 0), ("num_inference_steps", 2.5), ("true_cfg_scale", -1)],
+    [
+        ("height", "tall"),
+        ("width", 0),
+        ("num_inference_steps", 2.5),
+        ("true_cfg_scale", -1),
+        ("guidance_scale", "high"),
+    ],
 )
 def test_defaults_that_make_no_sense_are_named(folder: Path, key: str, value: Any) -> None:
     edit(folder / "generation_config.json", lambda config: config.update({key: value}))
