@@ -150,7 +150,7 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     _check_libraries(index, model)
     try:
         capabilities = family.capabilities(read)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise ModelError(f"{model}: its configuration files make no sense: {error}") from None
     overrides = family.defaults_of(model) | _checked_defaults(_optional(read, DEFAULTS_FILE), model)
     capabilities = capabilities.with_defaults(overrides)

@@ -201,13 +201,18 @@ def refuse_unsupported(pipeline: Any) -> None:
         "encoder_hid_dim_type": None,
         "num_class_embeds": None,
         "time_cond_proj_dim": None,
+        "attention_type": "default",
+        "dual_cross_attention": None,
+        "only_cross_attention": None,
+        "cross_attention_norm": None,
         "use_linear_projection": True,
-        "dropout": 0.0,
+        "center_input_sample": None,
+        "resnet_time_scale_shift": "default",
         "in_channels": vae.latent_channels,
         "out_channels": vae.latent_channels,
     }
     for key, value in expected.items():
-        if unet.get(key) != value:
+        if (unet.get(key) or None) != value:  # configs say null, false or nothing
             raise UnsupportedModelError(
                 f"unet config has {key}={unet.get(key)}, supported for SDXL: {value}",
                 hint="use a text-to-image checkpoint such as stabilityai/stable-diffusion-xl-base-1.0",

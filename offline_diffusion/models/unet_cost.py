@@ -61,6 +61,7 @@ def unet_cost(config: Mapping[str, Any]) -> UNetCost:
     down, up = config["down_block_types"], config["up_block_types"]
     layers = _each(config.get("layers_per_block", 2), len(widths))
     depths = _each(config.get("transformer_layers_per_block", 1), len(widths))
+    up_depths = config.get("reverse_transformer_layers_per_block") or depths[::-1]
     shares = [0.25**level for level in range(len(widths))]  # of S, the positions of a level
     cost = UNetCost(4 * widths[0], config.get("cross_attention_dim", 1280))
     before = widths[0]
@@ -69,28 +70,33 @@ def unet_cost(config: Mapping[str, Any]) -> UNetCost:
         for index in range(layers[level]):
             cost.resnet(before if index == 0 else width, width, shares[level])
             if "CrossAttn" in down[level]:
-                cost.transformer(width, depths[level], shares[level])
+                cost.transformer(width, _of_layer(depths[level], index), shares[level])
         if level < len(widths) - 1:
             cost.conv(width, width, shares[level + 1])
         before = width
     _add_middle(cost, config, widths[-1], depths[-1], shares[-1])
     for level in reversed(range(len(widths))):
-        depth = depths[level] if "CrossAttn" in up[len(widths) - 1 - level] else 0
+        place = len(widths) - 1 - level
+        depth = up_depths[place] if "CrossAttn" in up[place] else 0
         _add_up_block(cost, widths, level, layers[level] + 1, depth, shares)
     cost.conv(widths[0], config.get("out_channels", 4), 1.0)
     return cost
 
 
-def _add_middle(cost: UNetCost, config: Mapping[str, Any], width: int, depth: int, share: float) -> None:
+Depth = int | Sequence[int]
+"""Transformer layers of a level: of each transformer alike, or of one after the other."""
+
+
+def _add_middle(cost: UNetCost, config: Mapping[str, Any], width: int, depth: Depth, share: float) -> None:
     if config.get("mid_block_type", "UNetMidBlock2DCrossAttn") is None:
         return
     cost.resnet(width, width, share)
-    cost.transformer(width, depth, share)
+    cost.transformer(width, _of_layer(depth, 0), share)
     cost.resnet(width, width, share)
 
 
 def _add_up_block(
-    cost: UNetCost, widths: Sequence[int], level: int, num_resnets: int, depth: int, shares: Sequence[float]
+    cost: UNetCost, widths: Sequence[int], level: int, num_resnets: int, depth: Depth, shares: Sequence[float]
 ) -> None:
     """Every resnet also reads what the way down left; the last one what the level above left."""
     width, below = widths[level], widths[min(level + 1, len(widths) - 1)]
@@ -99,10 +105,14 @@ def _add_up_block(
         skip = above if index == num_resnets - 1 else width
         cost.resnet((below if index == 0 else width) + skip, width, shares[level])
         if depth:
-            cost.transformer(width, depth, shares[level])
+            cost.transformer(width, _of_layer(depth, index), shares[level])
     if level > 0:
         cost.conv(width, width, shares[level - 1])
 
 
-def _each(value: int | Sequence[int], count: int) -> Sequence[int]:
+def _of_layer(depth: Depth, index: int) -> int:
+    return depth if isinstance(depth, int) else depth[index]
+
+
+def _each(value: Any, count: int) -> Sequence[Any]:
     return [value] * count if isinstance(value, int) else value

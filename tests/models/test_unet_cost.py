@@ -26,6 +26,13 @@ SDXL: dict[str, Any] = {
 }
 """The published structure, narrower and less deep."""
 
+UNEVEN = SDXL | {
+    "transformer_layers_per_block": [1, [1, 2], [2, 1]],
+    "reverse_transformer_layers_per_block": [[1, 1, 2], [2, 1, 1], 1],
+    "mid_block_type": None,
+}
+"""As distilled ones have it, without a middle."""
+
 SD15: dict[str, Any] = {
     "block_out_channels": [32, 64, 96, 96],
     "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
@@ -36,7 +43,7 @@ SD15: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("config", [SDXL, SD15], ids=["SDXL", "SD 1.5"])
+@pytest.mark.parametrize("config", [SDXL, SD15, UNEVEN], ids=["SDXL", "SD 1.5", "uneven"])
 def test_it_counts_the_parameters_but_for_biases_and_norms(config: dict[str, Any]) -> None:
     with torch.device("meta"):
         unet = diffusers.UNet2DConditionModel(**config)
@@ -59,7 +66,7 @@ def counted(config: dict[str, Any], side: int) -> float:
     return float(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("config", [SDXL, SD15], ids=["SDXL", "SD 1.5"])
+@pytest.mark.parametrize("config", [SDXL, SD15, UNEVEN], ids=["SDXL", "SD 1.5", "uneven"])
 def test_it_counts_what_torch_counts_but_for_what_does_not_grow(config: dict[str, Any]) -> None:
     cost = unet_cost(config)
 
