@@ -6,7 +6,7 @@ of the guided ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -38,7 +38,7 @@ class StackedBatch:
         guided: ``[G]`` int64, requests with a negative branch; set once.
         guidance_scale: ``[G, 1, 1]`` float32, of those; set once.
         num_steps_left: Steps until the first request is done.
-        num_tokens: Image and text tokens of all rows; set once.
+        num_tokens: Latent positions of all rows, which is what a step's work grows with; set once.
         num_steps: Steps done since stacking.
         replay: Does the device's part of a step; set by the runner when it has recorded one.
     """
@@ -83,7 +83,7 @@ class StackedBatch:
             state=state,
             columns=upload(_padded([request.sigmas for request in requests]), device),
             timesteps=upload(_padded([request.timesteps for request in requests]), device),
-            step_index=upload(torch.tensor([request.step_index for request in requests]), device),
+            step_index=_indices([request.step_index for request in requests], device),
             noise=torch.zeros_like(sample) if any(has_noise) else None,
             model_input=StackedInput(
                 latents=torch.empty(len(rows), *sample.shape[1:], device=device),
@@ -93,11 +93,11 @@ class StackedBatch:
                 height=first.height,
                 width=first.width,
             ),
-            source=upload(torch.tensor(source), device),
-            guided=upload(torch.tensor(guided, dtype=torch.int64), device),
-            guidance_scale=upload(torch.tensor(scales, dtype=torch.float32).view(-1, 1, 1), device),
+            source=_indices(source, device),
+            guided=_indices(guided, device),
+            guidance_scale=_numbers(scales, device).view(-1, 1, 1),
             num_steps_left=min(len(own.timesteps) - own.step_index for own in requests),
-            num_tokens=sum(row.length for row in rows),
+            num_tokens=sum(row.num_image_tokens for row in rows),
         )
 
     def refresh(self, model: DiffusionModel) -> None:  # noqa: ARG002
@@ -152,6 +152,16 @@ class StackedBatch:
         """Gives every request its state back (views), before the batch is rebuilt or dropped."""
         for request, state in zip(self.requests, self.state, strict=True):
             request.latents = state
+
+
+def _indices(values: list[int], device: torch.device) -> Tensor:
+    return _numbers(values, device, torch.int64)
+
+
+def _numbers(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """On the device; there is nothing to pin of none."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return upload(tensor, device) if values else tensor.to(device)
 
 
 def _padded(tables: list[Tensor]) -> Tensor:

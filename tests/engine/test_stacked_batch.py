@@ -153,6 +153,7 @@ def test_each_row_gets_its_own_answer_whoever_joins_and_leaves(kind: str, seed: 
         batch = build_batch(running, model)
         assert isinstance(batch, StackedBatch)
         assert batch.num_seqs == sum(1 + own.request.cfg_active for own in running)
+        assert batch.num_tokens == 4 * batch.num_seqs
         for _ in range(min(batch.num_steps_left, rng.randint(1, 2))):
             batch.refresh(model)
             batch.step_scheduler(batch.forward(model), model)
