@@ -8,6 +8,7 @@ timestep, text and micro-conditioning, and that noise schedulers are tables of l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from offline_diffusion.models.linear_steps import StepTables
 from offline_diffusion.models.padded_prompts import PaddedEncoder, PaddedPrompts
 from offline_diffusion.models.stacked import StackedInput
 from offline_diffusion.models.unet import own_unet, own_vae, quantizable_blocks
-from offline_diffusion.request import Request
+from offline_diffusion.request import Pair, Request
 from offline_diffusion.upload import upload
 
 NUM_TIME_IDS = 6
@@ -64,6 +65,7 @@ class SDXL:
         if self.dtype == torch.float16 and pipeline.vae.config.force_upcast:
             vae.to(torch.float32)  # in float16 it overflows
         self._image_decoder = ImageDecoder(vae)
+        self._time_ids = lru_cache(maxsize=1024)(self._upload_time_ids)  # the same for most rows of a job
 
     def quantizable(self) -> Iterator[tuple[object, str]]:
         """The transformers' large products, for ``accel.quantize``."""
@@ -134,8 +136,10 @@ class SDXL:
             request.crops_coords_top_left or (0, 0),
             request.target_size or size,
         )
-        time_ids = torch.tensor(pairs, dtype=torch.float32).flatten().to(self.dtype)
-        return SequenceInputs(vector=torch.cat((prompt.pooled, upload(time_ids, self.device))))
+        return SequenceInputs(vector=torch.cat((prompt.pooled, self._time_ids(pairs))))
+
+    def _upload_time_ids(self, pairs: tuple[Pair, ...]) -> Tensor:
+        return upload(torch.tensor(pairs, dtype=torch.float32).flatten().to(self.dtype), self.device)
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         patch = self.capabilities.patch_pixels

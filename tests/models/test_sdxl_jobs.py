@@ -95,6 +95,7 @@ def test_a_plan_counts_both_branches_and_steps_of_one_shape(folder: Path, manife
     assert (plan["num_images"], plan["num_cfg_images"], plan["num_guidance_off_rows"]) == (9, 6, 0)
     assert plan["text_tokens"] == 77 * (9 + 6)
     assert plan["num_steps"] == 5 + 5  # the longest of each shape, all others beside it
+    assert plan["max_num_batched_tokens"] == 4 * 16_896  # the engine's on a CPU, in tokens of 8 × 8 pixels
 
 
 @pytest.mark.parametrize(
