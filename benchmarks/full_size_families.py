@@ -1,7 +1,8 @@
-"""FLUX.1 and Stable Diffusion 3.5 at full width with random weights, made on the device: no download."""
+"""FLUX.1, Stable Diffusion 3.5 and SDXL at full width, random weights made on the device: no download."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,27 @@ SD35 = {
     "pooled_projection_dim": 2048,
     "qk_norm": "rms_norm",
 }
+SDXL = {
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+SDXL_DEPTHS = (1, 2, 10)
+"""Transformer blocks of a level."""
+SDXL_NOISE = {
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "timestep_spacing": "leading",
+    "steps_offset": 1,
+}
 SD35_HEADS = {"sd35_large": (38, 192), "sd35_medium": (24, 384)}
 """Heads, and rows of the table of positions."""
 
@@ -46,13 +68,15 @@ def build(name: str, device: torch.device, *, num_layers: int, seed: int = 0) ->
     """A diffusers pipeline in bfloat16 and what a folder of it would say of itself.
 
     Args:
-        name: ``flux_dev``, ``sd35_large`` or ``sd35_medium``.
+        name: ``flux_dev``, ``sd35_large``, ``sd35_medium`` or ``sdxl``.
         device: Where the weights are drawn and stay.
-        num_layers: Transformer blocks, for FLUX of each kind; the first of 3.5 medium has two attentions.
+        num_layers: Transformer blocks, for FLUX of each kind, for SDXL at most of each level; the first of
+            3.5 medium has two attentions.
         seed: Of the weights.
     """
     torch.manual_seed(seed)
-    pipeline = _flux(device, num_layers) if name == "flux_dev" else _sd35(name, device, num_layers)
+    made_by = {"flux_dev": _flux, "sdxl": _sdxl}.get(name, partial(_sd35, name))
+    pipeline = made_by(device, num_layers)
     pipeline.set_progress_bar_config(disable=True)
     family = next(own for own in FAMILIES if own.pipeline == type(pipeline).__name__)
     return pipeline.to(device, torch.bfloat16), Checkpoint(
@@ -64,6 +88,8 @@ def _capabilities(pipeline: Any, read_by: Any) -> Capabilities:
     """Read from the parts' configs as from a folder's files."""
 
     def read(path: str) -> dict[str, Any]:
+        if path == "model_index.json":
+            return dict(pipeline.config)
         config = getattr(pipeline, path.split("/", maxsplit=1)[0]).config
         return dict(config) if isinstance(config, dict) else config.to_dict()  # type: ignore[no-any-return]
 
@@ -122,6 +148,30 @@ def _sd35(name: str, device: torch.device, num_layers: int) -> Any:
         text_encoder_3=text_encoder_3,
         tokenizer_3=tokenizer_3,
         transformer=transformer.eval(),
+    )
+
+
+def _sdxl(device: torch.device, num_layers: int) -> Any:
+    import diffusers
+
+    tokenizer = clip_tokenizer()
+    vae_config = VAE | {"latent_channels": 4, "use_quant_conv": True, "use_post_quant_conv": True}
+    with random_weights(device):
+        unet = diffusers.UNet2DConditionModel(
+            **SDXL, transformer_layers_per_block=[min(depth, num_layers) for depth in SDXL_DEPTHS]
+        )
+        vae = diffusers.AutoencoderKL(**vae_config, scaling_factor=0.13025, force_upcast=True)
+        text_encoder = _clip(tokenizer, CLIP_L, projects=False)
+        text_encoder_2 = _clip(tokenizer, CLIP_G, projects=True)
+    return diffusers.StableDiffusionXLPipeline(
+        scheduler=diffusers.EulerDiscreteScheduler(**SDXL_NOISE),
+        vae=vae.eval(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        text_encoder_2=text_encoder_2,
+        tokenizer_2=tokenizer,
+        unet=unet.eval(),
+        add_watermarker=False,
     )
 
 

@@ -333,7 +333,7 @@ class Feed:
         tally.num_images_opened += len(images)
         tally.num_resumed += num_finished
         tally.work_opened += self.work(images[0]) * num_left
-        if request.true_cfg_scale > 1 and request.negative_prompt is None:
+        if request.true_cfg_scale > 1 and not request.cfg_active:
             tally.num_guidance_off += num_left
         if request.guidance_scale is not None and self.capabilities.guidance == "true_cfg":
             tally.num_guidance_scale_unused += num_left

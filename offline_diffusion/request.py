@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal
@@ -12,6 +13,22 @@ if TYPE_CHECKING:
     import PIL.Image
 
 MAX_SEED = 2**64 - 1
+
+Pair = tuple[int, int]
+MICRO_CONDITIONING = ("original_size", "crops_coords_top_left", "target_size")
+"""Fields by diffusers' names, a pair each: heights before widths, tops before lefts."""
+
+_PAIR = re.compile(r"\s*[\[(]?\s*(\d{1,9})\s*,\s*(\d{1,9})\s*[\])]?\s*")
+
+
+def read_pair(value: object) -> Pair | None:
+    """Two numbers from 0 of a list, or of text such as ``[768, 1024]``; None where it is neither."""
+    if isinstance(value, str) and (match := _PAIR.fullmatch(value)) is not None:
+        return int(match[1]), int(match[2])
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_integer, value)):
+        first, second = int(value[0]), int(value[1])
+        return (first, second) if min(first, second) >= 0 else None
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +48,8 @@ class SamplingParams:
         lora: Adapter name or path.
         lora_scale: Strength of the adapter.
         slo_ms: Within how many milliseconds of its arrival it should be done, for the policy ``deadline``.
+        original_size, crops_coords_top_left, target_size: SDXL's micro-conditioning, two integers of at least
+            0 each; None takes the picture's own size, uncropped.
 
     Raises:
         ValueError: A value is outside its range; the message names the field.
@@ -47,6 +66,9 @@ class SamplingParams:
     lora: str | None = None
     lora_scale: float = 1.0
     slo_ms: float | None = None
+    original_size: Pair | None = None
+    crops_coords_top_left: Pair | None = None
+    target_size: Pair | None = None
 
     def __post_init__(self) -> None:
         if self.num_images_per_prompt is None:
@@ -68,6 +90,10 @@ class SamplingParams:
             raise ValueError(f"lora_scale must be a finite number, got {self.lora_scale!r}")
         if self.slo_ms is not None and not (_is_finite(self.slo_ms) and self.slo_ms > 0):
             raise ValueError(f"slo_ms must be a finite number above 0, got {self.slo_ms!r}")
+        for name in MICRO_CONDITIONING:
+            pair = getattr(self, name)
+            if pair is not None and not (isinstance(pair, tuple) and read_pair(pair) is not None):
+                raise ValueError(f"{name} must be a pair of integers of at least 0, got {pair!r}")
         for name, text in (("negative_prompt", self.negative_prompt), ("lora", self.lora)):
             if text is not None and not isinstance(text, str):
                 raise ValueError(f"{name} must be a string or None, got {text!r}")
@@ -90,7 +116,8 @@ class Request:
     """One image to draw, every parameter resolved: the engine's unit.
 
     ``request_id`` is unique among the requests of an engine and opaque to it. ``true_cfg_scale`` is the scale
-    of classic guidance whatever the family calls it, see ``Capabilities.resolve_guidance``.
+    of classic guidance whatever the family calls it, see ``Capabilities.resolve_guidance``. With
+    ``guides_from_nothing`` a negative prompt that is not given is no text at all, which is not the empty one.
     """
 
     request_id: str
@@ -105,11 +132,16 @@ class Request:
     lora: str | None = None
     lora_scale: float = 1.0
     slo_ms: float | None = None
+    guides_from_nothing: bool = False
+    original_size: Pair | None = None
+    crops_coords_top_left: Pair | None = None
+    target_size: Pair | None = None
 
     @property
     def cfg_active(self) -> bool:
         """Whether classic guidance is on: the rule of diffusers' pipelines, negative prompts resolved."""
-        return self.true_cfg_scale > 1 and self.negative_prompt is not None
+        has_negative = self.negative_prompt is not None or self.guides_from_nothing
+        return self.true_cfg_scale > 1 and has_negative
 
 
 FinishReason = Literal["ok", "failed", "aborted"]

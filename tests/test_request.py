@@ -52,6 +52,9 @@ def test_seeds_are_kept_whole(seed: int) -> None:
         ("seed", False, "seed must be an integer from 0 to 2**64-1, got False"),
         ("true_cfg_scale", True, "true_cfg_scale must be a finite number of at least 0, got True"),
         ("guidance_scale", False, "guidance_scale must be a finite number of at least 0, got False"),
+        ("target_size", (1, -1), "target_size must be a pair of integers of at least 0, got (1, -1)"),
+        ("original_size", (1.5, 2), "original_size must be a pair of integers of at least 0, got (1.5, 2)"),
+        ("original_size", "1, 2", "original_size must be a pair of integers of at least 0, got '1, 2'"),
         ("lora_scale", True, "lora_scale must be a finite number, got True"),
     ],
 )

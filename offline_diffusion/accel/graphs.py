@@ -14,7 +14,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 MAX_GRAPH_TOKENS = 8_192
-"""Image and text tokens of a pack up to which a graph was faster, see benchmarks/LOG.md."""
+"""Tokens of a pack, of 16 × 16 pixels, up to which a graph was faster, see benchmarks/LOG.md."""
 
 MIN_REPLAYS = 4
 """Recording takes about as long as a step takes the host."""

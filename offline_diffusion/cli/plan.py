@@ -95,7 +95,7 @@ def command(as_json: bool, tflops: float | None, **given: Any) -> None:
     estimate = _estimate(tflops, record)
     budget_basis = "as given"
     if config.max_num_batched_tokens is None:
-        budget, budget_basis = likely_budget(record)
+        budget, budget_basis = likely_budget(config, record)
         config = config.model_copy(update={"max_num_batched_tokens": budget})
     plan = _scan(config)
     if as_json:
@@ -104,11 +104,14 @@ def command(as_json: bool, tflops: float | None, **given: Any) -> None:
         click.echo(_to_text(config, plan, estimate, budget_basis))
 
 
-def likely_budget(record: CostRecord | None) -> tuple[int, str]:
+def likely_budget(config: JobConfig, record: CostRecord | None) -> tuple[int, str]:
     """What `run` would measure at start, and why that is believed."""
     if record is not None and not record.budget_was_given:
         return record.max_num_batched_tokens, "as the last run measured it"
-    return DEFAULT_MAX_NUM_BATCHED_TOKENS, "the default of a CPU; `run` measures it on a GPU"
+    from offline_diffusion.models.registry import capabilities_for
+
+    budget = capabilities_for(config.model, config.revision).own_tokens(DEFAULT_MAX_NUM_BATCHED_TOKENS)
+    return budget, "the default of a CPU; `run` measures it on a GPU"
 
 
 def _scan(config: JobConfig) -> Plan:

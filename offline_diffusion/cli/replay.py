@@ -274,7 +274,7 @@ def _simulated(
 ) -> Iterator[Run]:
     record = None if given["tflops"] is not None else _record(config, given["cost_file"])
     cost, facts["simulated by"] = _cost(record, given["tflops"], capabilities)
-    budget, basis = likely_budget(record)
+    budget, basis = likely_budget(config, record)
     if config.max_num_batched_tokens is None:
         facts["token budget"] = f"{budget:,}, {basis}"
     if given["replicas"] > 1:

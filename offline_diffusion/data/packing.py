@@ -17,6 +17,7 @@ class _Waiting(NamedTuple):
     order: int
     num_tokens: int
     num_steps: int
+    key: int
 
 
 class PackingModel:
@@ -38,18 +39,22 @@ class PackingModel:
         self._window: list[_Waiting] = []
         self._least_waiting = 0  # no image in the window has fewer tokens
         self._running: list[tuple[int, int]] = []  # (last step, tokens), a heap
+        self._key = 0  # of those running
         self._room = max_num_batched_tokens
         self._step = 0
         self._end = 0
         self._num_added = 0
         self._token_steps = 0
 
-    def add(self, num_tokens: int, num_steps: int) -> None:
-        """One more image of ``num_tokens`` in all its sequences for ``num_steps`` steps."""
+    def add(self, num_tokens: int, num_steps: int, key: int = 0) -> None:
+        """One more image of ``num_tokens`` in all its sequences for ``num_steps`` steps.
+
+        Only images of one ``key`` share a step.
+        """
         num_tokens = min(num_tokens, self.max_num_batched_tokens)
         self._token_steps += num_tokens * num_steps
         self._num_added += 1
-        insort(self._window, _Waiting(-num_tokens * num_steps, self._num_added, num_tokens, num_steps))
+        insort(self._window, _Waiting(-num_tokens * num_steps, self._num_added, num_tokens, num_steps, key))
         self._least_waiting = min(self._least_waiting, num_tokens)
         while len(self._window) >= self.look_ahead:
             self._advance()
@@ -86,6 +91,7 @@ class PackingModel:
                 break
             image = self._window.pop(index)
             self._room -= image.num_tokens
+            self._key = image.key
             end = self._step + image.num_steps
             heapq.heappush(self._running, (end, image.num_tokens))
             self._end = max(self._end, end)
@@ -93,8 +99,10 @@ class PackingModel:
 
     def _first_that_fits(self, start: int) -> int:
         room = self._room
+        key = self._key if self._running else None
         for index in range(start, len(self._window)):
-            if self._window[index].num_tokens <= room:
+            image = self._window[index]
+            if image.num_tokens <= room and (key is None or image.key == key):
                 return index
         return len(self._window)
 

@@ -15,7 +15,7 @@ from offline_diffusion.config import ImageFormat
 from offline_diffusion.data.packing import PackingModel
 from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault
 from offline_diffusion.data.work import Work, WorkMeter
-from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.models.capabilities import BatchKind, Capabilities
 
 BYTES_PER_PIXEL: dict[ImageFormat, float] = {"png": 1.45, "jpeg": 0.45, "webp": 1.2}
 """Rough sizes of encoded photographs, see bench_encode.py; a drawing is smaller, noise larger."""
@@ -150,15 +150,16 @@ class _Task:
         self.num_pixels = 0
         self.num_prompts = 0
 
-    def add(self, lengths: Sequence[int], num_steps: int, num_pixels: int, num_images: int) -> None:
-        """Images that are alike, of sequences of ``lengths`` tokens each."""
-        num_tokens = sum(lengths)
+    def add(self, lengths: Sequence[int], work: Work, key: int) -> None:
+        """Images that are alike, of sequences of ``lengths`` tokens each; see `PackingModel` for ``key``."""
+        num_tokens, num_steps, num_images = sum(lengths), work.num_steps, work.num_images
+        num_pixels = work.size.drawn[0] * work.size.drawn[1]
         self.step_tokens += num_tokens * num_steps * num_images
         self.step_squares += sum(length * length for length in lengths) * num_steps * num_images
         self.num_images += num_images
         self.num_pixels += num_pixels * num_images
         for _ in range(num_images):
-            self.packing.add(num_tokens, num_steps)
+            self.packing.add(num_tokens, num_steps, key)
 
 
 class _RecentPrompts:
@@ -207,6 +208,7 @@ class PlanBuilder:
         image_format: ImageFormat = "png",
     ) -> None:
         self._meter = WorkMeter(capabilities, defaults)
+        self._is_stacked = capabilities.batch_kind is BatchKind.STACKED
         self._shard_size = shard_size
         self._image_format = image_format
         self._step_bytes = capabilities.step_bytes(max_num_batched_tokens)
@@ -261,7 +263,7 @@ class PlanBuilder:
         self._final_pixels += size.final_pixels * num_images
         task.flops += work.flops
         task.num_prompts += self._prompts.num_new(*work.prompts)
-        task.add(tokens, work.num_steps, size.drawn[0] * size.drawn[1], num_images)
+        task.add(tokens, work, hash(size.drawn) if self._is_stacked else 0)
 
     def finish(self) -> Plan:
         """The plan over the rows added so far; no more may follow."""

@@ -165,7 +165,7 @@ def resolve_row(row: ManifestRow, capabilities: Capabilities, defaults: RowDefau
     width = params.width or capabilities.default_width
     drawn = fit_size(height, width, capabilities.size_multiple, defaults.on_bad_size)
     final = (height, width) if defaults.on_bad_size == "crop" else drawn
-    params = replace(params, height=drawn[0], width=drawn[1])
+    params = replace(params, height=drawn[0], width=drawn[1], **capabilities.pairs(row.carried))
     seed = derive_seed(defaults.seed, row.id) if params.seed is None else params.seed
     try:
         request = capabilities.resolve(_request_id(row.row, 0), row.prompt, params, seed=seed)

@@ -88,8 +88,8 @@ class WorkMeter:
             *given_scales(params, defaults, self._capabilities),
             defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt,
         )
-        if scale > 1 and negative is not None:
-            return [row.prompt, negative], False
+        if scale > 1 and (negative is not None or self._capabilities.guides_from_nothing):
+            return [row.prompt, negative or ""], False
         return [row.prompt], scale > 1
 
     def _size(self, height: int | None, width: int | None) -> Size:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from offline_diffusion.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
-from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
+from offline_diffusion.engine.batch import Batch, build_batch
+from offline_diffusion.engine.packed_batch import PreparedRequest
 from offline_diffusion.errors import BackendError
 from offline_diffusion.models.base import DiffusionModel
 from offline_diffusion.request import Request, SamplingParams
@@ -21,8 +22,8 @@ RESERVE = 0.05
 """Share of the device's memory left to fragmentation and libraries."""
 
 BUDGETS = (67_584, 33_792)
-"""Token budgets of which one is chosen: 8 or 4 guided images of 1024 × 1024 pixels with 128 text tokens a
-branch. Smaller ones, even where they are as fast, leave mixed packs with gaps."""
+"""Token budgets of which one is chosen, in tokens of 16 × 16 pixels: 8 or 4 guided images of 1024 × 1024
+pixels with 128 text tokens a branch. Smaller ones, even where as fast, leave mixed packs with gaps."""
 
 MEASURED_TOKENS = 8_192
 """Of the step whose peak of memory is measured."""
@@ -33,8 +34,8 @@ LARGEST_WHOLE_PIXELS = 2048 * 2048
 GOOD_SHARE = 0.99
 """Of the best measured rate: what is left is noise, and not worth longer steps."""
 
-MEASURED_LENGTH = 2_048
-"""Tokens of a sequence in what is measured: an image of about 720 × 720 pixels."""
+MEASURED_SIDE = 720
+"""Pixels along a side of the images in what is measured: about 2,000 tokens."""
 
 SIGNS_OF_NO_MEMORY = (
     "DefaultCPUAllocator",  # torch on a CPU
@@ -129,7 +130,7 @@ def _step_bytes(model: DiffusionModel) -> float:
     """Peak of a step by its tokens: a short one first, in which libraries take their share of the device."""
     _step_once(_measured_pack(model, 1), model)
     try:
-        pack = _measured_pack(model, MEASURED_TOKENS)
+        pack = _measured_pack(model, model.capabilities.own_tokens(MEASURED_TOKENS))
         return _peak(model, lambda: _step_once(pack, model)) / pack.num_tokens
     except torch.OutOfMemoryError:
         pack = _measured_pack(model, 1)
@@ -148,7 +149,7 @@ def fit_token_budget(model: DiffusionModel, asked: int | None, limits: DeviceLim
         limits: Of the device, beside one decode at the model's default size.
     """
     if limits is None:
-        return DEFAULT_MAX_NUM_BATCHED_TOKENS if asked is None else asked
+        return model.capabilities.own_tokens(DEFAULT_MAX_NUM_BATCHED_TOKENS) if asked is None else asked
     caps = model.capabilities
     most = max(1, limits.max_tokens - limits.decode_tokens(caps.default_height * caps.default_width))
     if asked is None:
@@ -161,7 +162,7 @@ def fit_token_budget(model: DiffusionModel, asked: int | None, limits: DeviceLim
 def _measured_budget(model: DiffusionModel, most: int) -> int:
     """Large packs first, so that all are measured on a warm device."""
     rates: dict[int, float] = {}
-    for size in (budget for budget in BUDGETS if budget <= most):
+    for size in (own for own in map(model.capabilities.own_tokens, BUDGETS) if own <= most):
         try:
             pack = _measured_pack(model, size)
             if not rates:
@@ -180,7 +181,7 @@ def choose_budget(rates: Mapping[int, float]) -> int:
     return min(size for size, rate in rates.items() if rate >= GOOD_SHARE * max(rates.values()))
 
 
-def _step_seconds(pack: PackedBatch, model: DiffusionModel) -> float:
+def _step_seconds(pack: Batch, model: DiffusionModel) -> float:
     """On the device."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -199,11 +200,11 @@ def _peak(model: DiffusionModel, work: Callable[[], None]) -> int:
     return int(torch.cuda.max_memory_allocated(model.device)) - before
 
 
-def _measured_pack(model: DiffusionModel, num_tokens: int) -> PackedBatch:
-    """About ``num_tokens`` in squares of about `MEASURED_LENGTH` tokens."""
+def _measured_pack(model: DiffusionModel, num_tokens: int) -> Batch:
+    """About ``num_tokens`` in squares of about `MEASURED_SIDE` pixels."""
     caps = model.capabilities
     (prompt,) = model.prepare_encode([model.tokenize("measure")])
-    side = caps.size_multiple * max(1, round(MEASURED_LENGTH**0.5 * caps.patch_pixels / caps.size_multiple))
+    side = caps.size_multiple * max(1, round(MEASURED_SIDE / caps.size_multiple))
     tokens_each = caps.num_image_tokens(side, side) + prompt.num_tokens
     params = SamplingParams(
         height=side, width=side, num_inference_steps=8, true_cfg_scale=1.0, guidance_scale=1.0
@@ -214,10 +215,10 @@ def _measured_pack(model: DiffusionModel, num_tokens: int) -> PackedBatch:
         sigmas, timesteps = model.prepare_timesteps(request)
         latents = model.prepare_latents(request).to(model.device).float()
         requests.append(PreparedRequest(request, prompt, None, sigmas, timesteps, latents))
-    return PackedBatch.build(requests, model)
+    return build_batch(requests, model)
 
 
-def _step_once(pack: PackedBatch, model: DiffusionModel) -> None:
+def _step_once(pack: Batch, model: DiffusionModel) -> None:
     pack.step_scheduler(pack.forward(model), model)
 
 

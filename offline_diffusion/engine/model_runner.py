@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from offline_diffusion.accel.graphs import MAX_GRAPH_TOKENS, MIN_REPLAYS, StepRecorder
-from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
+from offline_diffusion.engine.batch import Batch, build_batch
+from offline_diffusion.engine.packed_batch import PreparedRequest
 from offline_diffusion.engine.prompt_cache import PromptCache
 from offline_diffusion.engine.stats import WorkCounts
 from offline_diffusion.models.base import DiffusionModel, TokenizedPrompt
@@ -102,7 +103,7 @@ class ModelRunner:
         self.model = model
         self.stages: Stages = NO_STAGES
         self.counts = WorkCounts()
-        self._batch: PackedBatch | None = None
+        self._batch: Batch | None = None
         self.prompts = PromptCache(model, clock)
         self._clock = clock
         self._recorder = StepRecorder(model.device)
@@ -152,25 +153,25 @@ class ModelRunner:
         with self.stages.stage("pack"):
             if self._batch is None or self._batch.requests != list(requests):
                 self.drop_batch()
-                self._batch = PackedBatch.build(list(requests), self.model)
+                self._batch = build_batch(list(requests), self.model)
             batch = self._batch
             self._record(batch)
         self._launch_step(batch)
         batch.advance()
         return batch.num_seqs
 
-    def _record(self, batch: PackedBatch) -> None:
+    def _record(self, batch: Batch) -> None:
         """Records the device's part of a step, if the pack is small and has stayed the same."""
         if (
             batch.num_steps == 1
             and batch.num_steps_left >= MIN_REPLAYS
-            and batch.num_tokens <= MAX_GRAPH_TOKENS
+            and batch.num_tokens <= self.model.capabilities.own_tokens(MAX_GRAPH_TOKENS)
         ):
             batch.replay = self._recorder.record(
                 lambda: batch.step_scheduler(batch.forward(self.model), self.model)
             )
 
-    def _launch_step(self, batch: PackedBatch) -> None:
+    def _launch_step(self, batch: Batch) -> None:
         with self.stages.stage("denoise"):
             batch.refresh(self.model)
             if batch.replay is not None:

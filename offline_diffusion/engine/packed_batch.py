@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from offline_diffusion.kernels.packed_ops import guided_step_
 from offline_diffusion.models.base import (
     DiffusionModel,
     PackedInput,
+    PackedModel,
     PromptEmbeds,
     RotaryTable,
     SequenceInputs,
@@ -37,12 +39,14 @@ class PreparedRequest:
         request: What was asked; its size is in pixels.
         prompt_embeds: On the device.
         negative_embeds: On the device, None when guidance is off.
-        sigmas: ``[steps + 1]`` float32, CPU.
+        sigmas: ``[steps + 1]`` float32, CPU; of a stacked family ``LinearSteps.columns`` instead.
         timesteps: ``[steps]`` float32, CPU.
         latents: ``[S, C]`` float32 on the device. Set at the start and whenever a pack lets go.
         step_index: Steps done.
         encode_s: Seconds that preparing took, of a batch of prompts its share.
         sequences: Its guidance branches, the positive one first; set by the request's first pack.
+        noise: ``[draws, S, C]`` float32 on the device, what the steps of a stacked family add, if any; set by
+            the request's first batch.
     """
 
     request: Request
@@ -54,6 +58,7 @@ class PreparedRequest:
     step_index: int = 0
     encode_s: float = 0.0
     sequences: list[_Sequence] = field(default_factory=list)
+    noise: Tensor | None = None
 
     @property
     def num_image_tokens(self) -> int:
@@ -148,7 +153,7 @@ class PackedBatch:
         timesteps = [request.timesteps[request.step_index :].tolist() for request in requests]
         scales = [request.request.true_cfg_scale for request in requests]
 
-        conditioning = model.prepare_step(_current(timesteps, seq_request, 0), _later(timesteps, 0))
+        conditioning = _packed(model).prepare_step(_current(timesteps, seq_request, 0), _later(timesteps, 0))
         img_source = upload(img_source, device)
         return cls(
             requests=requests,
@@ -171,13 +176,13 @@ class PackedBatch:
         """Gives the model the sequences' timesteps; the only host work of a step."""
         if self.num_steps:
             current = _current(self.timesteps, self.seq_request, self.num_steps)
-            conditioning = model.prepare_step(current, _later(self.timesteps, self.num_steps))
+            conditioning = _packed(model).prepare_step(current, _later(self.timesteps, self.num_steps))
             self.model_input.conditioning.copy_(conditioning)
 
     def forward(self, model: DiffusionModel) -> Tensor:
         """The noise prediction at the current step, ``[T_img, C]``; device work only."""
         torch.index_select(self.latents, 0, self.img_source, out=self.model_input.latents)
-        return model.denoise_step(self.model_input)
+        return _packed(model).denoise_step(self.model_input)
 
     def step_scheduler(self, noise_pred: Tensor, model: DiffusionModel) -> None:
         """Combines the branches and moves every request's latents one step on; device work only.
@@ -193,7 +198,7 @@ class PackedBatch:
             self.guidance_scale,
             self.sigmas.sigmas,
             self.sigmas.step_index,
-            rescale=model.guidance_rule == "norm_rescale",
+            rescale=_packed(model).guidance_rule == "norm_rescale",
         )
         self.sigmas.advance()
 
@@ -208,6 +213,10 @@ class PackedBatch:
         parts = self.latents.split([request.num_image_tokens for request in self.requests])
         for request, latents in zip(self.requests, parts, strict=True):
             request.latents = latents
+
+
+def _packed(model: DiffusionModel) -> PackedModel:
+    return cast(PackedModel, model)
 
 
 def _current(timesteps: list[list[float]], seq_request: list[int], step: int) -> list[float]:

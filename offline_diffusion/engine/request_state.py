@@ -25,6 +25,12 @@ def check_resume(request: Request, resume: StepState, model: DiffusionModel) -> 
         )
 
 
+def _negative_of(request: Request, prompt: TokenizedPrompt, model: DiffusionModel) -> TokenizedPrompt:
+    if request.negative_prompt is None:
+        return prompt.nothing()
+    return model.tokenize(request.negative_prompt)
+
+
 @dataclass(slots=True)
 class RequestState:
     """What the engine keeps of a request.
@@ -68,7 +74,7 @@ class RequestState:
         Times and counts of ``resume`` go on.
         """
         prompt = model.tokenize(request.prompt)
-        negative = model.tokenize(request.negative_prompt or "") if request.cfg_active else None
+        negative = _negative_of(request, prompt, model) if request.cfg_active else None
         branches = [prompt] if negative is None else [prompt, negative]
         num_image_tokens = model.capabilities.num_image_tokens(request.height, request.width)
         lengths = [num_image_tokens + branch.num_tokens for branch in branches]

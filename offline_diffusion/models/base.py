@@ -32,6 +32,10 @@ class TokenizedPrompt:
     num_tokens: int
     truncated_tokens: int
 
+    def nothing(self) -> TokenizedPrompt:
+        """No prompt at all, in a text stream as long as this one's."""
+        return TokenizedPrompt((), self.num_tokens, 0)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
@@ -86,7 +90,7 @@ class PackedInput:
 
     Args:
         latents: ``[T_img, C]`` float32, noisy image tokens of every sequence.
-        conditioning: ``[N, …]``, what ``DiffusionModel.prepare_step`` made of the sequences' timesteps.
+        conditioning: ``[N, …]``, what ``PackedModel.prepare_step`` made of the sequences' timesteps.
         prompt_embeds: ``[T_txt, H]``, the text stream at the blocks' width.
         img_sequence: ``[T_img]`` int64, the sequence of an image token.
         txt_sequence: ``[T_txt]`` int64, likewise for text tokens.
@@ -120,14 +124,16 @@ class PackedInput:
 
 
 class DiffusionModel(Protocol):
-    """A loaded model. Tensors it returns lie on ``device`` unless said otherwise."""
+    """A loaded model: what all families have. How steps are shared: `PackedModel` or `stacked.StackedModel`.
+
+    Tensors it returns lie on ``device`` unless said otherwise.
+    """
 
     capabilities: Capabilities
     device: torch.device
     dtype: torch.dtype
-    guidance_rule: GuidanceRule
     num_latent_channels: int
-    """Channels C of an image token."""
+    """Channels C of an image token, or of what a stacked family carries from step to step."""
     attention_backend: str
 
     def quantizable(self) -> Iterable[tuple[object, str]]:
@@ -168,6 +174,16 @@ class DiffusionModel(Protocol):
         """What one guidance branch of a request has, from the request's own shape and values."""
         ...
 
+    def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """The image of one request's final ``latents`` ``[S, C]``: float32 ``[height, width, 3]``, 0 … 1."""
+        ...
+
+
+class PackedModel(DiffusionModel, Protocol):
+    """A loaded model whose requests share a step as sequences of any shape."""
+
+    guidance_rule: GuidanceRule
+
     def prepare_step(self, timesteps: Sequence[float], later: Iterable[float]) -> Tensor:
         """What `denoise_step` needs of the sequences' timesteps (0 … 1000), ``[N, …]``.
 
@@ -178,8 +194,4 @@ class DiffusionModel(Protocol):
 
     def denoise_step(self, batch: PackedInput) -> Tensor:
         """Noise prediction ``[T_img, C]`` in the model's dtype."""
-        ...
-
-    def post_decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """The image of one request's final ``latents`` ``[S, C]``: float32 ``[height, width, 3]``, 0 … 1."""
         ...

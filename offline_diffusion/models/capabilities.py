@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from offline_diffusion.request import Request, SamplingParams
+from offline_diffusion.request import MICRO_CONDITIONING, Request, SamplingParams, read_pair
 
 
 class BatchKind(Enum):
@@ -58,7 +58,12 @@ class Capabilities:
         num_layers, hidden_size: For the FLOP formula.
         num_image_layers: Of the layers those with a second attention, over the image alone.
         num_parameters: Of the transformer's blocks, for the memory formula; 0 where it is not known.
+        unet_flops: Of a UNet, which has no one width: FLOPs that a latent position adds to a forward, and
+            that a pair of positions adds; they stand in for the formula of transformers.
+        guides_from_nothing: Whether a ``classic`` family takes no negative prompt for no text at all, not for
+            an empty one.
         supports_lora: Whether rows may name an adapter.
+        micro_conditioning: Whether rows may give `MICRO_CONDITIONING`, in columns of these names.
         refused_columns: Columns that ask the family's diffusers pipeline for what is not built here, and what
             that is. Elsewhere they are carried like any other.
     """
@@ -82,12 +87,19 @@ class Capabilities:
     hidden_size: int = 3072
     num_image_layers: int = 0
     num_parameters: int = 0
+    unet_flops: tuple[float, float] | None = None
+    guides_from_nothing: bool = False
     supports_lora: bool = False
+    micro_conditioning: bool = False
     refused_columns: Mapping[str, str] = field(default_factory=dict)
 
     def num_image_tokens(self, height: int, width: int) -> int:
         """Image tokens of a ``height`` × ``width`` pixel image."""
         return (height // self.patch_pixels) * (width // self.patch_pixels)
+
+    def own_tokens(self, num_tokens: int) -> int:
+        """How many of this family's tokens cover what ``num_tokens`` of 16 × 16 pixels do."""
+        return num_tokens * 16**2 // self.patch_pixels**2
 
     def num_text_tokens(self, num_prompt_tokens: int) -> int:
         """Text tokens of a sequence whose prompt has so many."""
@@ -105,6 +117,9 @@ class Capabilities:
             num_tokens: S, image and text.
             num_image_tokens: Of these, where the family has layers for the image alone.
         """
+        if self.unet_flops is not None:
+            positions = num_image_tokens or num_tokens
+            return self.unet_flops[0] * positions + self.unet_flops[1] * positions**2
         h, layers, s, i = self.hidden_size, self.num_layers, num_tokens, num_image_tokens
         joint = 24.0 * h * h * s * layers + 4.0 * s * s * h * layers
         return joint + (8.0 * h * h * i + 4.0 * i * i * h) * self.num_image_layers
@@ -136,7 +151,18 @@ class Capabilities:
         for column, feature in self.refused_columns.items():
             if carried.get(column) is not None:
                 return column, f"{feature} is not supported for model family {self.family!r}"
+        if self.micro_conditioning:
+            for column in MICRO_CONDITIONING:
+                if (value := carried.get(column)) is not None and read_pair(value) is None:
+                    return column, "must be two integers of at least 0, such as [768, 1024]"
         return None
+
+    def pairs(self, carried: Mapping[str, Any]) -> dict[str, Any]:
+        """What a row's other columns, which are checked, say of its micro-conditioning."""
+        if not self.micro_conditioning:
+            return {}
+        found = {name: read_pair(carried.get(name)) for name in MICRO_CONDITIONING}
+        return {name: pair for name, pair in found.items() if pair is not None}
 
     def check_request(self, request: Request) -> str | None:
         """Why this model cannot draw ``request``, or None when it can."""
@@ -146,6 +172,9 @@ class Capabilities:
             return f"num_inference_steps must be at least 1, got {request.num_inference_steps}"
         if request.lora is not None and not self.supports_lora:
             return f"lora is not supported for model family {self.family!r}"
+        for name in () if self.micro_conditioning else MICRO_CONDITIONING:
+            if getattr(request, name) is not None:
+                return f"{name} is not supported for model family {self.family!r}"
         return None
 
     def resolve_guidance(
@@ -155,7 +184,8 @@ class Capabilities:
         if self.guidance == "classic":
             given = (guidance_scale, true_cfg_scale, self.default_guidance_scale)
             scale = next(own for own in given if own is not None)
-            negative = "" if negative_prompt is None and scale > 1 else negative_prompt
+            wants_empty = negative_prompt is None and scale > 1 and not self.guides_from_nothing
+            negative = "" if wants_empty else negative_prompt
             return Guidance(scale, scale, negative)
         true_scale = self.default_true_cfg_scale if true_cfg_scale is None else true_cfg_scale
         scale_in = self.default_guidance_scale if guidance_scale is None else guidance_scale
@@ -183,6 +213,10 @@ class Capabilities:
             lora=params.lora,
             lora_scale=params.lora_scale,
             slo_ms=params.slo_ms,
+            guides_from_nothing=self.guides_from_nothing,
+            original_size=params.original_size,
+            crops_coords_top_left=params.crops_coords_top_left,
+            target_size=params.target_size,
         )
         if (fault := self.check_request(request)) is not None:
             raise ValueError(fault)

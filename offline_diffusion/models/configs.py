@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from offline_diffusion.models.capabilities import Capabilities
+from offline_diffusion.models.capabilities import BatchKind, Capabilities
+from offline_diffusion.models.unet_cost import unet_cost
 
 ConfigReader = Callable[[str], dict[str, Any]]
 """Reads one JSON file of a checkpoint by its path inside it."""
@@ -17,6 +18,16 @@ SKIP_LAYER_COLUMNS = (
     "skip_layer_guidance_stop",
 )
 """A third forward in some of the steps, by diffusers' names."""
+
+SDXL_REFUSED_COLUMNS = {
+    "clip_skip": "another layer of the text encoders",
+    "denoising_end": "handing over to a refiner",
+    "guidance_rescale": "rescaled guidance",
+    "ip_adapter_image": "an image as a prompt",
+    "negative_prompt_2": "a prompt for the second encoder alone",
+    "prompt_2": "a prompt for the second encoder alone",
+}
+"""By the names that diffusers' pipeline has for them."""
 
 
 def qwen_image_capabilities(read: ConfigReader) -> Capabilities:
@@ -97,6 +108,38 @@ def sd3_capabilities(read: ConfigReader) -> Capabilities:
         num_image_layers=num_dual,
         refused_columns=dict.fromkeys(SKIP_LAYER_COLUMNS, "skip-layer guidance"),
         num_parameters=(36 * num_layers + 7 * num_dual) * hidden**2,
+    )
+
+
+def sdxl_capabilities(read: ConfigReader) -> Capabilities:
+    """Of an SDXL checkpoint."""
+    unet, vae = read("unet/config.json"), read("vae/config.json")
+    vae_pixels, default_side = _vae_pixels(vae), int(unet.get("sample_size") or 128)
+    cost = unet_cost(unet)
+    limits = {
+        name: int(read(f"{part}/config.json").get("max_position_embeddings", 77))
+        for name, part in (("clip_l", "text_encoder"), ("clip_g", "text_encoder_2"))
+    }
+    return Capabilities(
+        family="sdxl",
+        pipeline="StableDiffusionXLPipeline",
+        batch_kind=BatchKind.STACKED,
+        default_height=default_side * vae_pixels,
+        default_width=default_side * vae_pixels,
+        size_multiple=vae_pixels,
+        patch_pixels=vae_pixels,
+        default_true_cfg_scale=5.0,
+        default_guidance_scale=5.0,
+        guidance="classic",
+        micro_conditioning=True,
+        refused_columns=SDXL_REFUSED_COLUMNS,
+        guides_from_nothing=bool(read("model_index.json").get("force_zeros_for_empty_prompt", True)),
+        max_prompt_tokens=max(limits.values()),
+        prompt_limits=limits,
+        padded_text_tokens=max(limits.values()),
+        hidden_size=unet["block_out_channels"][0],
+        unet_flops=(cost.per_position, cost.per_square),
+        num_parameters=cost.num_parameters,
     )
 
 

@@ -80,7 +80,7 @@ class _SingleBlock(Projections):
 
 
 class Flux:
-    """The family's model. Offers `models.base.DiffusionModel`.
+    """The family's model. Offers `models.base.PackedModel`.
 
     Args:
         pipeline: A loaded diffusers ``FluxPipeline``, its modules on ``device``.

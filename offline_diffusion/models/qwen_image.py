@@ -46,7 +46,7 @@ from offline_diffusion.request import Request
 
 
 class QwenImage:
-    """The family's model. Offers `models.base.DiffusionModel`.
+    """The family's model. Offers `models.base.PackedModel`.
 
     Args:
         pipeline: A loaded diffusers ``QwenImagePipeline``, its modules on ``device``.

@@ -22,6 +22,7 @@ from offline_diffusion.models.configs import (
     flux_capabilities,
     qwen_image_capabilities,
     sd3_capabilities,
+    sdxl_capabilities,
 )
 from offline_diffusion.request import SamplingParams
 
@@ -100,6 +101,19 @@ FAMILIES = (
         example="stabilityai/stable-diffusion-3.5-large",
         named_defaults={"turbo": {"num_inference_steps": 4, "true_cfg_scale": 0.0, "guidance_scale": 0.0}},
     ),
+    Family(
+        name="sdxl",
+        pipeline="StableDiffusionXLPipeline",
+        module="offline_diffusion.models.sdxl",
+        class_name="SDXL",
+        capabilities=sdxl_capabilities,
+        batch_kind=BatchKind.STACKED,
+        example="stabilityai/stable-diffusion-xl-base-1.0",
+        named_defaults={
+            "turbo": {"num_inference_steps": 1, "guidance_scale": 0.0},
+            "lightning": {"num_inference_steps": 4, "guidance_scale": 0.0},
+        },
+    ),
 )
 
 
@@ -136,7 +150,7 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     _check_libraries(index, model)
     try:
         capabilities = family.capabilities(read)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise ModelError(f"{model}: its configuration files make no sense: {error}") from None
     overrides = family.defaults_of(model) | _checked_defaults(_optional(read, DEFAULTS_FILE), model)
     capabilities = capabilities.with_defaults(overrides)

@@ -45,7 +45,7 @@ from offline_diffusion.upload import upload
 
 
 class StableDiffusion3:
-    """The family's model. Offers `models.base.DiffusionModel`.
+    """The family's model. Offers `models.base.PackedModel`.
 
     Args:
         pipeline: A loaded diffusers ``StableDiffusion3Pipeline``, its modules on ``device``.

@@ -24,7 +24,7 @@ def test_json_says_what_the_checkpoints_own_files_say(tiny_model: Path) -> None:
     assert capabilities["pipeline"] == index["_class_name"]
     assert capabilities["batch_kind"] == "packed"
     assert capabilities["num_layers"] == transformer["num_layers"]
-    assert [family["name"] for family in report["families"]] == ["qwen_image", "flux", "sd3"]
+    assert [family["name"] for family in report["families"]] == ["qwen_image", "flux", "sd3", "sdxl"]
 
 
 def test_every_mode_of_every_family_is_there(tiny_model: Path) -> None:

@@ -16,10 +16,12 @@ Images = list[tuple[int, int]]
 """Tokens and steps of each."""
 
 
-def simulated(images: Images, budget: int, max_num_seqs: int, look_ahead: int) -> PackingModel:
+def simulated(
+    images: Images, budget: int, max_num_seqs: int, look_ahead: int, keys: list[int] | None = None
+) -> PackingModel:
     model = PackingModel(budget, max_num_seqs, look_ahead)
-    for tokens, steps in images:
-        model.add(tokens, steps)
+    for (tokens, steps), key in zip(images, keys or [0] * len(images), strict=True):
+        model.add(tokens, steps, key)
     model.drain()
     return model
 
@@ -70,7 +72,7 @@ def test_no_images_take_no_steps() -> None:
     assert (model.num_steps, model.step_fill) == (0, 0.0)
 
 
-def scheduled_steps(images: Images, budget: int, max_num_seqs: int) -> int:
+def scheduled_steps(images: Images, budget: int, max_num_seqs: int, keys: list[int] | None = None) -> int:
     """What the engine's scheduler makes of it when the queue is kept as long as the job keeps it."""
     scheduler = Scheduler(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, policy="pack")
     source: Iterator[tuple[int, tuple[int, int]]] = iter(enumerate(images))
@@ -80,7 +82,8 @@ def scheduled_steps(images: Images, budget: int, max_num_seqs: int) -> int:
             if (item := next(source, None)) is None:
                 scheduler.no_more_requests = True
                 break
-            scheduler.add(ScheduledRequest(str(item[0]), *item[1]))
+            key = 0 if keys is None else keys[item[0]]
+            scheduler.add(ScheduledRequest(str(item[0]), *item[1], batch_key=key))
         if not scheduler.schedule().running:
             return num_steps
         num_steps += 1
@@ -106,3 +109,22 @@ def test_the_engine_takes_as_many_steps(name: str, count: int, max_num_seqs: int
     expected = scheduled_steps(images, 16_384, max_num_seqs)
     model = simulated(images, 16_384, max_num_seqs, LOOK_AHEAD)
     assert model.num_steps == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize("count", [40, 300, 600])
+def test_the_engine_takes_as_many_steps_where_only_one_shape_shares_a_step(count: int) -> None:
+    rng = random.Random(3)
+    keys = [rng.choice([1024, 2304, 4096]) for _ in range(count)]
+    images = [((key + 77) * rng.choice([1, 2]), rng.choice([8, 12, 20])) for key in keys]
+    expected = scheduled_steps(images, 16_384, 64, keys)
+    model = simulated(images, 16_384, 64, LOOK_AHEAD, keys)
+    mixed = simulated(images, 16_384, 64, LOOK_AHEAD)
+    assert model.num_steps == pytest.approx(expected, rel=0.1)
+    assert model.num_steps > mixed.num_steps
+
+
+def test_each_shape_has_steps_of_its_own() -> None:
+    """By hand: two images of a shape fit a step, so three shapes of two take three chains of 5 steps."""
+    model = simulated([(10, 5)] * 6, 100, 8, 8, keys=[1, 2, 3, 1, 2, 3])
+    assert model.num_steps == 15
+    assert model.step_fill == pytest.approx(0.2)

@@ -52,8 +52,14 @@ def t5_encoder(tokenizer: Any, width: int, *, seed: int) -> Any:
     return _filled(transformers.T5EncoderModel(config), seed)
 
 
-def autoencoder(latent_channels: int, *, seed: int) -> Any:
+def autoencoder(latent_channels: int, *, seed: int, **overrides: Any) -> Any:
     """Four levels, as the real ones have: 8 pixels a latent."""
+    config: dict[str, Any] = {
+        "scaling_factor": 0.36,
+        "shift_factor": 0.12,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    }
     vae = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -61,10 +67,7 @@ def autoencoder(latent_channels: int, *, seed: int) -> Any:
         norm_num_groups=4,
         layers_per_block=1,
         latent_channels=latent_channels,
-        scaling_factor=0.36,
-        shift_factor=0.12,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
+        **(config | overrides),
     )
     fill_vae(vae, seed)
     return vae.eval()
@@ -98,6 +101,55 @@ def build_flux(folder: Path, *, is_dev: bool = True, seed: int = 0, **overrides:
         text_encoder_2=t5_encoder(tokenizer_2, 48, seed=seed),
         tokenizer_2=tokenizer_2,
         transformer=_filled(diffusers.FluxTransformer2DModel(**(config | overrides)), seed),
+    )
+    return _saved(pipeline, folder)
+
+
+SDXL_SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "base": ("EulerDiscrete", {"timestep_spacing": "leading", "steps_offset": 1}),
+    "lightning": ("EulerDiscrete", {"timestep_spacing": "trailing"}),
+    "dpm": ("DPMSolverMultistep", {"use_karras_sigmas": True, "solver_order": 2}),
+    "turbo": ("EulerAncestralDiscrete", {"timestep_spacing": "trailing"}),
+    "v": ("EulerDiscrete", {"prediction_type": "v_prediction", "timestep_spacing": "trailing"}),
+}
+"""Class and what a published ``scheduler_config.json`` has beside the betas."""
+
+
+def sdxl_noise_scheduler(kind: str) -> Any:
+    name, config = SDXL_SCHEDULERS[kind]
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    return getattr(diffusers, f"{name}Scheduler")(**betas, **config)
+
+
+def build_sdxl(folder: Path, *, kind: str = "base", seed: int = 0) -> Path:
+    """An SDXL checkpoint; ``kind`` picks the noise scheduler."""
+    tokenizer, tokenizer_2 = clip_tokenizer(), clip_tokenizer()
+    tokenizer_2.pad_token = "!"
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32, 48),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=[1, 1, 2],
+        attention_head_dim=[2, 2, 3],  # by a slip of old, the number of heads
+        cross_attention_dim=32 + 48,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=48 + 6 * 8,
+    )
+    pipeline = diffusers.StableDiffusionXLPipeline(
+        scheduler=sdxl_noise_scheduler(kind),
+        vae=autoencoder(
+            4, seed=seed, scaling_factor=0.13025, shift_factor=None, use_quant_conv=True, force_upcast=True
+        ),
+        text_encoder=clip_encoder(tokenizer, 32, projects=False, seed=seed),
+        tokenizer=tokenizer,
+        text_encoder_2=clip_encoder(tokenizer_2, 48, projects=True, seed=seed + 1),
+        tokenizer_2=tokenizer_2,
+        unet=_filled(unet, seed),
+        add_watermarker=False,
     )
     return _saved(pipeline, folder)
 
@@ -152,6 +204,7 @@ class Case:
         pipeline: Name of its class in diffusers.
         guidance: What rows may ask for; the first has none. Anything left out is the pipeline's default.
         slow: Whether fast runs leave it out.
+        options: For loading the pipeline.
         scales: Those of guidance that its pipeline takes.
     """
 
@@ -159,10 +212,12 @@ class Case:
     pipeline: str
     guidance: Sequence[Mapping[str, Any]]
     slow: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
     scales: Sequence[str] = field(default=("true_cfg_scale", "guidance_scale"))
 
     def load(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-        pipeline = getattr(diffusers, self.pipeline).from_pretrained(folder, dtype=dtype)
+        pipeline_class = getattr(diffusers, self.pipeline)
+        pipeline = pipeline_class.from_pretrained(folder, dtype=dtype, **self.options)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
@@ -243,6 +298,19 @@ CASES = {
         "FluxPipeline",
         ({}, {"guidance_scale": 0.0}, {"true_cfg_scale": 2.0, "negative_prompt": "low"}),
         slow=True,
+    ),
+    "sdxl": Case(
+        build_sdxl,
+        "StableDiffusionXLPipeline",
+        (
+            {"guidance_scale": 1.0},
+            {"guidance_scale": 4.0, "negative_prompt": "blurry"},
+            {},
+            {"guidance_scale": 2.5, "negative_prompt": ""},
+            {"guidance_scale": 0.0, "negative_prompt": "low"},
+        ),
+        options={"add_watermarker": False},
+        scales=("guidance_scale",),
     ),
     "sd35_medium": sd3_case(slow=False),
     "sd35_large": sd3_case(dual_attention_layers=(), seed=3),

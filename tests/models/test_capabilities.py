@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,3 +87,50 @@ def test_defaults_are_replaced_where_given() -> None:
     changed = CAPABILITIES.with_defaults({"height": 512, "width": None, "num_inference_steps": 4})
     assert (changed.default_height, changed.default_width) == (512, 96)
     assert (changed.default_num_inference_steps, changed.default_true_cfg_scale) == (4, 2.5)
+
+
+CLASSIC = replace(
+    CAPABILITIES, guidance="classic", default_guidance_scale=5.0, guides_from_nothing=True, patch_pixels=8
+)
+
+
+@pytest.mark.parametrize(
+    ("negative", "scale", "from_nothing", "kept", "is_active"),
+    [
+        (None, None, True, None, True),  # the default scale
+        (None, 1.0, True, None, False),
+        ("", 2.0, True, "", True),
+        (None, None, False, "", True),
+        (None, 1.0, False, None, False),
+    ],
+)
+def test_guidance_from_nothing_is_not_guidance_from_an_empty_prompt(
+    negative: str | None, scale: float | None, from_nothing: bool, kept: str | None, is_active: bool
+) -> None:
+    capabilities = replace(CLASSIC, guides_from_nothing=from_nothing)
+    params = SamplingParams(guidance_scale=scale, negative_prompt=negative)
+    request = capabilities.resolve("a", "a cup", params, seed=0)
+    assert (request.negative_prompt, request.cfg_active) == (kept, is_active)
+
+
+def test_a_unets_cost_is_by_its_own_numbers() -> None:
+    unet = replace(CLASSIC, unet_flops=(100.0, 3.0))
+    assert unet.forward_flops(64 + 77, 64) == 100 * 64 + 3 * 64**2
+    assert unet.forward_flops(10) == 100 * 10 + 3 * 10**2
+
+
+@pytest.mark.parametrize(("patch_pixels", "expected"), [(16, 1000), (8, 4000), (32, 250)])
+def test_budgets_are_by_area(patch_pixels: int, expected: int) -> None:
+    assert replace(CAPABILITIES, patch_pixels=patch_pixels).own_tokens(1000) == expected
+
+
+def test_micro_conditioning_is_refused_where_a_family_has_none() -> None:
+    params = SamplingParams(original_size=(512, 512))
+    assert replace(CLASSIC, micro_conditioning=True).resolve("a", "p", params, seed=0).original_size == (
+        512,
+        512,
+    )
+    with pytest.raises(ValueError, match="original_size is not supported for model family 'fake'"):
+        CLASSIC.resolve("a", "p", params, seed=0)
+    assert CLASSIC.check_columns({"original_size": "any text"}) is None  # carried like any other
+    assert CLASSIC.pairs({"original_size": [1, 2]}) == {}

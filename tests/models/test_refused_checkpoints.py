@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import build_flux, build_sd3
+from families import build_flux, build_sd3, build_sdxl
 
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.errors import ModelError, UnsupportedModelError
@@ -51,3 +51,33 @@ def test_of_a_noise_scheduler(tmp_path: Path, key: str) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: True}))
     with pytest.raises(UnsupportedModelError, match=f"{key}=true, which is not supported for FLUX.1"):
         load_model(EngineConfig(model=str(folder), device="cpu"))
+
+
+def test_of_sdxl(tmp_path: Path) -> None:
+    folder = build_sdxl(tmp_path / "model")
+    change_json(folder / "unet" / "config.json", center_input_sample=True)
+    with pytest.raises(UnsupportedModelError, match="center_input_sample=True, supported for SDXL: None"):
+        load_model(EngineConfig(model=str(folder), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "name", ["PNDMScheduler", "HeunDiscreteScheduler", "FlowMatchEulerDiscreteScheduler"]
+)
+def test_of_a_noise_scheduler_of_sdxl(tmp_path: Path, name: str) -> None:
+    folder = build_sdxl(tmp_path / "model")
+    change_json(folder / "scheduler" / "scheduler_config.json", _class_name=name)
+    change_json(folder / "model_index.json", scheduler=["diffusers", name])
+    with pytest.raises(UnsupportedModelError, match=f"noise scheduler {name} is not supported"):
+        load_model(EngineConfig(model=str(folder), device="cpu"))
+
+
+@pytest.mark.parametrize("changes", [{"block_out_channels": "wide"}, {"down_block_types": []}])
+def test_of_a_unet_config_that_makes_no_sense(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = build_sdxl(tmp_path / "model")
+    change_json(folder / "unet" / "config.json", **changes)
+    with pytest.raises(ModelError, match="make no sense"):
+        load_model(EngineConfig(model=str(folder), device="cpu"))
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
