@@ -90,13 +90,16 @@ class SamplingParams:
             raise ValueError(f"lora_scale must be a finite number, got {self.lora_scale!r}")
         if self.slo_ms is not None and not (_is_finite(self.slo_ms) and self.slo_ms > 0):
             raise ValueError(f"slo_ms must be a finite number above 0, got {self.slo_ms!r}")
+        self._check_pairs()
+        for name, text in (("negative_prompt", self.negative_prompt), ("lora", self.lora)):
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"{name} must be a string or None, got {text!r}")
+
+    def _check_pairs(self) -> None:
         for name in MICRO_CONDITIONING:
             pair = getattr(self, name)
             if pair is not None and not (isinstance(pair, tuple) and read_pair(pair) is not None):
                 raise ValueError(f"{name} must be a pair of integers of at least 0, got {pair!r}")
-        for name, text in (("negative_prompt", self.negative_prompt), ("lora", self.lora)):
-            if text is not None and not isinstance(text, str):
-                raise ValueError(f"{name} must be a string or None, got {text!r}")
 
 
 _COUNTS = ("height", "width", "num_inference_steps", "num_images_per_prompt")
