@@ -18,7 +18,7 @@ from .scenes import COLOURS, TONES, Background, Scene
 SQUARE_HALF_SIDE = 0.86
 RING_HOLE = 0.5
 CROSS_HALF_WIDTH = 0.34
-STAR_INNER = 0.45  # radius of a star's inner corners
+STAR_INNER = 0.42  # radius of a star's inner corners
 TRIANGLE_TOP, TRIANGLE_BASE, TRIANGLE_HALF_WIDTH = -0.95, 0.8, 1.0
 HEART_HALF_DIAGONAL = 0.81  # of the square that stands on its tip
 HEART_TIP = 0.92
