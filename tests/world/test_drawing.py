@@ -56,10 +56,11 @@ def test_every_shape_has_a_reference():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("radius", [8.3, 21.7])
-def test_coverage_is_the_area(shape, radius):
+@pytest.mark.parametrize(("radius", "within"), [(8.3, 0.02), (21.7, 0.005)])
+def test_coverage_is_the_area(shape, radius, within):
+    """Only where a pixel holds more than one edge, at tips, is the distance of its middle not enough."""
     mask = coverage(shape, torch.tensor([[31.3, 29.8]]), torch.tensor([radius]), 60, 64)
-    assert mask.sum().item() == pytest.approx(AREAS[shape] * radius**2, rel=0.012)
+    assert mask.sum().item() == pytest.approx(AREAS[shape] * radius**2, rel=within)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

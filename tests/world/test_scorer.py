@@ -43,13 +43,13 @@ def test_reads_what_is_where():
 
 @pytest.mark.parametrize(("height", "width"), GRIDS)
 def test_drawn_scenes_are_right(height, width):
-    assert share_right(sampled(30, height, width, seed=1), height, width) == 1
+    assert share_right(sampled(15, height, width, seed=1), height, width) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("height", "width"), GRIDS)
 def test_nearly_all_drawn_scenes_are_right(height, width):
-    assert share_right(sampled(500, height, width, seed=2), height, width) >= 0.99
+    assert share_right(sampled(200, height, width, seed=2), height, width) >= 0.99
 
 
 def blurred(picture: np.ndarray) -> np.ndarray:
@@ -84,9 +84,9 @@ def test_small_faults_of_a_picture_do_not_matter(spoil):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", [blurred, noisy, ringing, compressed, shifted])
-@pytest.mark.parametrize(("height", "width"), [(64, 64), (128, 128), (64, 128)])
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (64, 128)])
 def test_small_faults_of_many_pictures_do_not_matter(spoil, height, width):
-    assert share_right(sampled(400, height, width, seed=4), height, width, spoil) >= 0.99
+    assert share_right(sampled(200, height, width, seed=4), height, width, spoil) >= 0.99
 
 
 def with_first(scene: Scene, **changes: str) -> Scene:
@@ -143,7 +143,7 @@ def test_wrong_pictures_are_wrong():
 @pytest.mark.slow
 @pytest.mark.parametrize(("height", "width"), GRIDS)
 def test_nearly_all_wrong_pictures_are_wrong(height, width):
-    praise = false_praise(100, height, width, seed=6)
+    praise = false_praise(50, height, width, seed=6)
     assert max(praise.values()) <= 0.01, praise
 
 
