@@ -41,7 +41,10 @@ def _triangle(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _star(x: Tensor, y: Tensor) -> Tensor:
-    """Five tips, one of them up: folded onto the half of one tip, which is bounded by one line."""
+    """Five tips, one of them up: folded onto the half of one tip, which is bounded by one line.
+
+    The line goes on beyond the tip, near which a pixel would count as half covered: hence the maximum.
+    """
     tip = math.tau / 5
     angle = torch.atan2(x, -y)
     angle = (angle - tip * torch.round(angle / tip)).abs()
@@ -49,7 +52,8 @@ def _star(x: Tensor, y: Tensor) -> Tensor:
     along, across = radius * torch.cos(angle), radius * torch.sin(angle)
     inner_along, inner_across = STAR_INNER * math.cos(tip / 2), STAR_INNER * math.sin(tip / 2)
     edge = math.hypot(1 - inner_along, inner_across)
-    return ((along - 1) * inner_across + across * (1 - inner_along)) / edge
+    side = ((along - 1) * inner_across + across * (1 - inner_along)) / edge
+    return torch.maximum(side, along - 1)
 
 
 def _ring(x: Tensor, y: Tensor) -> Tensor:
@@ -98,10 +102,10 @@ def draw(scenes: Sequence[Scene], height: int, width: int, device: torch.device 
     pictures = _backgrounds([scene.background for scene in scenes], height, width, device)
     slots = max(len(scene.things) for scene in scenes)
     masks = _masks(scenes, slots, height, width, device)
-    colours = torch.zeros(len(scenes), slots, 3)
-    for row, scene in enumerate(scenes):
-        colours[row, : len(scene.things)] = torch.tensor([COLOURS[t.colour] for t in scene.things]) / 255
-    colours = colours.to(device)
+    colours = torch.tensor(
+        [([COLOURS[t.colour] for t in s.things] + [(0, 0, 0)] * slots)[:slots] for s in scenes]
+    )
+    colours = colours.view(len(scenes), slots, 3).to(device) / 255
     for slot in range(slots):
         pictures = torch.lerp(pictures, colours[:, slot, :, None, None], masks[:, slot, None])
     return pictures

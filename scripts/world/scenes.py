@@ -32,10 +32,10 @@ TONES = {
     "light gray": (205, 205, 205),
     "pale blue": (180, 205, 240),
     "pale green": (185, 225, 190),
-    "pale yellow": (240, 230, 175),
+    "pale yellow": (245, 235, 165),
     "pale pink": (240, 190, 200),
-    "pale purple": (210, 190, 235),
-    "beige": (225, 205, 175),
+    "pale purple": (205, 175, 235),
+    "beige": (230, 200, 160),
 }
 
 RADII = {"small": 0.13, "medium": 0.175, "large": 0.22}  # a small thing spans 17 of 64 pixels
