@@ -46,7 +46,6 @@ INTERRUPTED = 75
 @click.option("--slots", default=NUM_SLOTS, show_default=True, help="Examples of a step.")
 @click.option("--layouts", default=NUM_LAYOUTS, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--num-workers", default=14, show_default=True, help="Processes that make scenes.")
 @click.option("--init", type=click.Path(exists=True, path_type=Path), help="Model folder to start from.")
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True)
 def main(
@@ -59,7 +58,6 @@ def main(
     slots: int,
     layouts: int,
     seed: int,
-    num_workers: int,
     init: Path | None,
     compiled: bool,
 ) -> None:
@@ -73,7 +71,7 @@ def main(
         module.to(device).train()
     about = {"command": " ".join(sys.argv), "seed": seed, "config": TRANSFORMER_CONFIG, "shift": SHIFT}
     curve = Curve(out / "denoiser.jsonl", about)
-    pool = _pool(out / "pool.pt", examples, vae, tokenizer, device, seed, num_workers)
+    pool = _pool(out / "pool.pt", examples, vae, tokenizer, device, seed)
     curve.write({"examples": len(pool.sizes), "seconds_to_make": time.perf_counter() - begun})
     trainer = Trainer(text_encoder, transformer, Pace(steps, seconds, rate), device, seed, compiled)
     if (out / "state.pt").exists():
@@ -211,12 +209,10 @@ def _load_vae(folder: Path, device: Any) -> Any:
     return see_one_frame(vae).to(device).eval()
 
 
-def _pool(
-    path: Path, count: int, vae: Any, tokenizer: Any, device: torch.device, seed: int, num_workers: int
-) -> Pool:
+def _pool(path: Path, count: int, vae: Any, tokenizer: Any, device: torch.device, seed: int) -> Pool:
     """Made once; later sittings read it."""
     if not path.exists():
-        made = make_pool(count, vae, tokenizer, device, seed=seed, related=RELATED, num_workers=num_workers)
+        made = make_pool(count, vae, tokenizer, device, seed=seed, related=RELATED)
         torch.save(made, path)
     pool: Pool = torch.load(path, map_location=device, weights_only=False)
     return pool

@@ -13,7 +13,7 @@ from torch import Tensor
 from world.drawing import draw
 from world.layout import Layout, Slot
 from world.recipe import SIZES
-from world.supply import Example, Size, examples_ahead
+from world.supply import Example, Size, sample_examples
 from world.vae import encode, to_tokens
 
 from offline_diffusion.models.tiny import TEMPLATE_PREFIX
@@ -76,7 +76,7 @@ class Pool:
 
 @torch.no_grad()
 def make_pool(
-    count: int, vae: Any, tokenizer: Any, device: torch.device, *, seed: int, related: float, num_workers: int
+    count: int, vae: Any, tokenizer: Any, device: torch.device, *, seed: int, related: float
 ) -> Pool:
     """Samples, draws and encodes ``count`` examples; smaller pictures more often, by a root of their tokens.
 
@@ -86,10 +86,10 @@ def make_pool(
     sizes = random.Random(f"sizes/{seed}").choices(
         SIZES, [1 / (height * width) ** 0.5 for height, width in SIZES], k=-(count // -CHUNK)
     )
-    tasks = [(f"pool/{seed}/{index}", size, CHUNK) for index, size in enumerate(sizes)]
     latents: list[Tensor] = []
     examples: list[Example] = []
-    for size, chunk in zip(sizes, examples_ahead(tasks, num_workers, related=related), strict=True):
+    for index, size in enumerate(sizes):
+        chunk = sample_examples(f"pool/{seed}/{index}", size, CHUNK, related=related)
         pictures = draw([example.scene for example in chunk], *size, device=device)
         latents += _latents(vae, pictures).unbind(0)
         examples += chunk
