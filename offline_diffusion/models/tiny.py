@@ -12,7 +12,7 @@ import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -234,12 +234,12 @@ def _write_components(folder: Path, transformer_config: dict[str, Any], seed: in
     import diffusers
     import torch
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(_training_texts(), BPE_VOCAB_SIZE)
     # The constructors draw from the global generator before our own weights take their place.
     with torch.random.fork_rng(devices=[]):
         transformer = diffusers.QwenImageTransformer2DModel(**transformer_config)
         vae = diffusers.AutoencoderKLQwenImage(**VAE_CONFIG)
-        text_encoder = _make_text_encoder(tokenizer)
+        text_encoder = make_text_encoder(tokenizer, TEXT_CONFIG, VISION_CONFIG)
     tiny_weights.fill_transformer(transformer, seed)
     tiny_weights.fill_vae(vae, seed)
     tiny_weights.fill_text_encoder(text_encoder, seed)
@@ -264,7 +264,8 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _make_text_encoder(tokenizer: Any) -> Any:
+def make_text_encoder(tokenizer: Any, text_config: dict[str, Any], vision_config: dict[str, Any]) -> Any:
+    """A ``Qwen2_5_VLForConditionalGeneration`` whose special tokens are those of ``tokenizer``."""
     import transformers
 
     def token(name: str) -> int:
@@ -272,13 +273,13 @@ def _make_text_encoder(tokenizer: Any) -> Any:
 
     config = transformers.Qwen2_5_VLConfig(
         text_config={
-            **TEXT_CONFIG,
+            **text_config,
             "vocab_size": len(tokenizer),
             "bos_token_id": token("endoftext"),
             "eos_token_id": token("im_end"),
             "pad_token_id": token("endoftext"),
         },
-        vision_config=dict(VISION_CONFIG),
+        vision_config=dict(vision_config),
         image_token_id=token("image_pad"),
         video_token_id=token("video_pad"),
         vision_start_token_id=token("vision_start"),
@@ -287,9 +288,9 @@ def _make_text_encoder(tokenizer: Any) -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def make_tokenizer() -> Any:
-    """A ``Qwen2Tokenizer`` whose merges are learnt from ``tiny_words``: any text encodes, byte by byte
-    where need be, and common words are one token."""
+def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """A ``Qwen2Tokenizer`` whose merges are learnt from ``texts``: any text encodes, byte by byte where need
+    be, and what is common in ``texts`` is one token."""
     import transformers
     from tokenizers import Tokenizer, models, trainers
 
@@ -297,11 +298,11 @@ def make_tokenizer() -> Any:
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = untrained.backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
-        vocab_size=BPE_VOCAB_SIZE,
+        vocab_size=vocab_size,
         show_progress=False,
         initial_alphabet=_byte_alphabet(),
     )
-    learner.train_from_iterator(_training_texts(), trainer)
+    learner.train_from_iterator(texts, trainer)
     learnt = json.loads(learner.to_str())["model"]
     special_ids = {token: len(learnt["vocab"]) + i for i, token in enumerate(SPECIAL_TOKENS)}
     return transformers.Qwen2Tokenizer(

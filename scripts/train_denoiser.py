@@ -1,0 +1,222 @@
+"""Trains the small transformer and its text encoder: ``python scripts/train_denoiser.py OUT --seconds 1200``.
+
+``OUT/vae`` must be there (``train_vae.py``). The command may be cut into sittings: with ``--sitting 580`` it
+saves its state after so many seconds, exits with 75, and the same command goes on. In the end ``OUT/model`` is
+a complete folder in diffusers' layout, and ``OUT/denoiser.jsonl`` has the curve.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+from world.curves import Average, Curve, Pace
+from world.denoiser import TrainingStep, draw_sigmas
+from world.layout import Layout, lay_out
+from world.modules import load_modules, make_modules, save_folder
+from world.pool import DROPOUT, Pool, make_pool
+from world.recipe import SHIFT, TRANSFORMER_CONFIG
+from world.vae import see_one_frame
+
+NUM_SLOTS = 224
+NUM_IMAGE_ROWS, NUM_TEXT_ROWS = 16_384, 4_096
+NUM_LAYOUTS = 192
+RELATED = 0.4
+"""Share of scenes whose caption states a relation."""
+
+DECAY = 0.9995
+BETAS = (0.9, 0.98)
+WEIGHT_DECAY = 0.01
+INTERRUPTED = 75
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--steps", default=0, show_default=True, help="Steps; 0 leaves it to --seconds.")
+@click.option("--seconds", default=1200.0, show_default=True, help="Seconds of training.")
+@click.option("--sitting", default=0.0, show_default=True, help="Seconds after which to stop and save; 0: never.")
+@click.option("--rate", default=1.5e-3, show_default=True, help="Highest learning rate.")
+@click.option("--examples", default=300_000, show_default=True, help="Drawn pictures to learn from.")
+@click.option("--slots", default=NUM_SLOTS, show_default=True, help="Examples of a step.")
+@click.option("--layouts", default=NUM_LAYOUTS, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--init", type=click.Path(exists=True, path_type=Path), help="Model folder to start from.")
+@click.option("--compile/--no-compile", "compiled", default=True, show_default=True)
+def main(
+    out: Path,
+    steps: int,
+    seconds: float,
+    sitting: float,
+    rate: float,
+    examples: int,
+    slots: int,
+    layouts: int,
+    seed: int,
+    init: Path | None,
+    compiled: bool,
+) -> None:
+    """Train on pictures encoded by OUT/vae and write OUT/model."""
+    begun = time.perf_counter()
+    torch.set_float32_matmul_precision("high")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer, text_encoder, transformer = load_modules(init) if init else make_modules(seed)
+    vae = _load_vae(out / "vae", device)
+    for module in (text_encoder, transformer):
+        module.to(device).train()
+    about = {"command": " ".join(sys.argv), "seed": seed, "config": TRANSFORMER_CONFIG, "shift": SHIFT}
+    curve = Curve(out / "denoiser.jsonl", about)
+    pool = _pool(out / "pool.pt", examples, vae, tokenizer, device, seed)
+    curve.write({"examples": len(pool.sizes), "seconds_to_make": time.perf_counter() - begun})
+    trainer = Trainer(text_encoder, transformer, Pace(steps, seconds, rate), device, seed, compiled)
+    if (out / "state.pt").exists():
+        trainer.load(out / "state.pt")
+    scale = slots / NUM_SLOTS
+    shapes = round(NUM_IMAGE_ROWS * scale), round(NUM_TEXT_ROWS * scale)
+    packs = make_layouts(pool, transformer, slots, *shapes, layouts, device, seed)
+    stop_s = sitting - (time.perf_counter() - begun) if sitting else float("inf")
+    trainer.run(pool, packs, curve, stop_s)
+    if trainer.pace.done < 1:
+        trainer.save(out / "state.pt")
+        curve.write({"step": trainer.pace.step, "seconds": trainer.pace.elapsed_s, "interrupted": True})
+        sys.exit(INTERRUPTED)
+    trainer.average.swap()
+    curve.write({"steps": trainer.pace.step, "seconds": trainer.pace.elapsed_s})
+    save_folder(out / "model", tokenizer, text_encoder.cpu(), transformer.cpu(), _load_vae(out / "vae", "cpu"))
+
+
+class Trainer:
+    """Weights, optimizer and averages of a training, and its steps.
+
+    Args:
+        text_encoder, transformer: On ``device``; trained in place.
+        pace: How long, and the learning rate.
+        device: Where everything is.
+        seed: Of noise, noise levels and the choice of examples.
+        compiled: Whether torch compiles the step.
+    """
+
+    def __init__(
+        self, text_encoder: Any, transformer: Any, pace: Pace, device: torch.device, seed: int, compiled: bool
+    ) -> None:
+        self.pace, self.device = pace, device
+        step = TrainingStep(text_encoder, transformer, device)
+        self.parameters = [p for p in step.parameters() if p.requires_grad]
+        decayed = [p for p in self.parameters if p.ndim > 1]
+        plain = [p for p in self.parameters if p.ndim <= 1]
+        groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            groups, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda"
+        )
+        self.average = Average(self.parameters, DECAY)
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self._choice = random.Random(seed)
+        self._step = torch.compile(step) if compiled else step
+
+    def run(self, pool: Pool, layouts: list[Layout], curve: Curve, stop_s: float) -> None:
+        """Steps until the pace is done or ``stop_s`` seconds of this sitting are over."""
+        losses: list[Tensor] = []
+        shown = time.perf_counter()
+        while self.pace.done < 1 and self.pace.sitting_s < stop_s:
+            losses.append(self.step(pool, self._choice.choice(layouts)))
+            if self.pace.step % 50 == 0:
+                losses[-1].item()  # the host stays near the device, so that seconds are those of steps done
+            if time.perf_counter() - shown > 15:
+                values = {"step": self.pace.step, "seconds": self.pace.elapsed_s}
+                curve.write(values | {"loss": torch.stack(losses).mean()})
+                losses, shown = [], time.perf_counter()
+
+    def step(self, pool: Pool, layout: Layout) -> Tensor:
+        """One step; its loss."""
+        input_ids, clean = pool.fill(layout, self.generator)
+        noise = torch.randn(clean.shape, generator=self.generator, device=self.device)
+        sigma = draw_sigmas(layout.count.shape[0], self.generator, self.device)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.pace.learning_rate()
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss, _ = self._step(input_ids, clean, noise, sigma, layout)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.average.update()
+        self.pace.step += 1
+        return loss.detach()
+
+    def save(self, path: Path) -> None:
+        """For the next sitting."""
+        torch.save(
+            {
+                "parameters": self.parameters,
+                "average": self.average.values,
+                "num_updates": self.average.num_updates,
+                "optimizer": self.optimizer.state_dict(),
+                "generator": self.generator.get_state(),
+                "choice": self._choice.getstate(),
+                "step": self.pace.step,
+                "elapsed_s": self.pace.elapsed_s,
+            },
+            path,
+        )
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """What `save` wrote."""
+        state = torch.load(path, map_location=self.device, weights_only=False)
+        for parameter, value in zip(self.parameters, state["parameters"], strict=True):
+            parameter.copy_(value)
+        for own, value in zip(self.average.values, state["average"], strict=True):
+            own.copy_(value)
+        self.average.num_updates = state["num_updates"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"].cpu())
+        self._choice.setstate(state["choice"])
+        self.pace.step, self.pace.earlier_s = state["step"], state["elapsed_s"]
+
+
+def make_layouts(
+    pool: Pool,
+    transformer: Any,
+    num_slots: int,
+    num_img: int,
+    num_txt: int,
+    count: int,
+    device: torch.device,
+    seed: int,
+) -> list[Layout]:
+    """``count`` layouts of ``num_slots`` examples drawn from the pool; what would not fit is drawn again."""
+    rng = random.Random(f"layouts/{seed}")
+    slots, empty = pool.slots(), pool.empty_slots()
+    layouts: list[Layout] = []
+    while len(layouts) < count:
+        chosen = rng.choices(slots, k=num_slots)
+        chosen = [rng.choice(empty[s.size]) if rng.random() < DROPOUT else s for s in chosen]
+        fits = sum(s.num_image for s in chosen) < num_img and sum(s.num_text for s in chosen) < num_txt
+        if fits:
+            layouts.append(lay_out(chosen, transformer, num_img, num_txt, device))
+    return layouts
+
+
+def _load_vae(folder: Path, device: Any) -> Any:
+    import diffusers
+
+    vae = diffusers.AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=torch.float32)
+    return see_one_frame(vae).to(device).eval()
+
+
+def _pool(path: Path, count: int, vae: Any, tokenizer: Any, device: torch.device, seed: int) -> Pool:
+    """Made once; later sittings read it."""
+    if not path.exists():
+        made = make_pool(count, vae, tokenizer, device, seed=seed, related=RELATED)
+        torch.save(made, path)
+    pool: Pool = torch.load(path, map_location=device, weights_only=False)
+    return pool
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Trains the small VAE on pictures that we draw: ``python scripts/train_vae.py OUT --seconds 285``.
+
+Writes ``OUT/vae`` in diffusers' layout and the curve to ``OUT/vae.jsonl``. ``--steps`` as in the log's last
+line makes the same weights again, to rounding.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from torch import Tensor
+from world.curves import Average, Curve, Pace
+from world.drawing import as_bytes, draw
+from world.recipe import SIZES, VAE_CONFIG
+from world.scorer import score
+from world.supply import Size, sample_examples
+from world.vae import decode, encode, loss, make_vae, see_one_frame
+
+TRAINED_SIZES = ((128, 128), (64, 64), (256, 256))
+"""Convolutions learn all sizes from few, and each is compiled by itself."""
+
+POOL_PIXELS = 2**29
+"""Pixels of the drawn pictures of each size, uint8."""
+
+PIXELS_A_STEP = 32 * 128 * 128
+PEAK_RATE = 2e-3
+KL_WEIGHT = 3e-4
+DECAY = 0.999
+RELATED = 0.25
+CHUNK = 128
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--steps", default=0, show_default=True, help="Steps; 0 leaves it to --seconds.")
+@click.option("--seconds", default=285.0, show_default=True, help="Seconds of training.")
+@click.option("--rate", default=PEAK_RATE, show_default=True, help="Highest learning rate.")
+@click.option("--pixels", default=PIXELS_A_STEP, show_default=True, help="Pixels of a step.")
+@click.option("--pool", default=POOL_PIXELS, show_default=True, help="Pixels drawn of each size.")
+@click.option("--measured", default=128, show_default=True, help="Pictures of each size measured in the end.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--compile/--no-compile", "compiled", default=True, show_default=True)
+def main(
+    out: Path,
+    steps: int,
+    seconds: float,
+    rate: float,
+    pixels: int,
+    pool: int,
+    measured: int,
+    seed: int,
+    compiled: bool,
+) -> None:
+    """Train the VAE and write it to OUT/vae."""
+    begun = time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    vae = see_one_frame(make_vae(seed)).to(device)
+    about = {"command": " ".join(sys.argv), "seed": seed, "config": VAE_CONFIG, "pixels": pixels}
+    curve = Curve(out / "vae.jsonl", about)
+    pictures = [_drawn(f"vae/{seed}", size, max(2, pool // (size[0] * size[1])), device) for size in TRAINED_SIZES]
+    trainer = Trainer(vae, pictures, pixels, seed, compiled)
+    for index in range(len(TRAINED_SIZES)):
+        trainer.gradients(index)  # compiles, before the clock starts
+    curve.write({"seconds_to_begin": time.perf_counter() - begun})
+    pace = Pace(steps, seconds, rate)
+    trainer.run(pace, curve)
+    measure_latents(vae, device, measured)
+    vae.to(torch.bfloat16).save_pretrained(out / "vae")
+    curve.write({"steps": pace.step, "seconds": pace.elapsed_s} | evaluate(vae.float(), device, measured))
+
+
+class Trainer:
+    """Weights, optimizer and averages of the training, and its steps.
+
+    Args:
+        vae: On its device; trained in place.
+        pictures: Of each size ``[P, 3, H, W]``, uint8, on that device.
+        pixels: Of a step.
+        seed: Of the choice of pictures and of the latents' noise.
+        compiled: Whether torch compiles the loss.
+    """
+
+    def __init__(self, vae: Any, pictures: list[Tensor], pixels: int, seed: int, compiled: bool) -> None:
+        self._pictures, self._pixels = pictures, pixels
+        self._device = pictures[0].device
+        self._parameters = [p for p in vae.parameters() if p.requires_grad]
+        fused = self._device.type == "cuda"
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, betas=(0.9, 0.99), weight_decay=0.0, fused=fused
+        )
+        self._average = Average(self._parameters, DECAY)
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._loss = torch.compile(loss, dynamic=False) if compiled else loss
+        self._vae = vae
+
+    def run(self, pace: Pace, curve: Curve) -> None:
+        """Until ``pace`` is done; then the averaged weights are in the VAE."""
+        errors: list[Tensor] = []
+        shown = time.perf_counter()
+        while pace.done < 1:
+            squared = self.gradients(pace.step % len(self._pictures))
+            torch.nn.utils.clip_grad_norm_(self._parameters, 1.0, foreach=True)
+            self._optimizer.param_groups[0]["lr"] = pace.learning_rate()
+            self._optimizer.step()
+            self._average.update()
+            errors.append(squared)
+            pace.step += 1
+            if pace.step % 20 == 0:
+                squared.item()  # the host stays near the device, so that seconds are those of steps done
+            if time.perf_counter() - shown > 10:
+                mean = torch.stack(errors).mean()
+                curve.write({"step": pace.step, "seconds": pace.elapsed_s, "psnr_db": _psnr(mean)})
+                errors, shown = [], time.perf_counter()
+        self._average.swap()
+
+    def gradients(self, index: int) -> Tensor:
+        """Those of a step over pictures of one size; its mean squared error."""
+        pool = self._pictures[index]
+        height, width = pool.shape[2:]
+        count = max(1, self._pixels // (height * width))
+        chosen = torch.randint(len(pool), (count,), generator=self._generator, device=self._device)
+        shape = (count, VAE_CONFIG["z_dim"], height // 8, width // 8)
+        noise = torch.randn(shape, generator=self._generator, device=self._device)
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self._device.type, torch.bfloat16):
+            total, squared = self._loss(self._vae, pool[chosen].float() / 255, noise, KL_WEIGHT)
+        total.backward()
+        return squared
+
+
+def _psnr(squared: Tensor) -> float:
+    return float(-10 * squared.log10())
+
+
+def _drawn(key: str, size: Size, count: int, device: torch.device) -> Tensor:
+    """``[count, 3, H, W]``, uint8."""
+    scenes = [example.scene for example in sample_examples(key, size, count, related=RELATED)]
+    parts = (scenes[start : start + CHUNK] for start in range(0, count, CHUNK))
+    return torch.cat([(draw(part, *size, device=device) * 255).round().byte() for part in parts])
+
+
+@torch.no_grad()
+def measure_latents(vae: Any, device: torch.device, count: int) -> None:
+    """Puts each latent channel's mean and deviation, over ``count`` pictures of each size, into the config."""
+    latents = []
+    for size in SIZES:
+        for part in _drawn("statistics", size, count, device).split(CHUNK):
+            latents.append(encode(vae, part.float() / 255)[0].transpose(0, 1).flatten(1).double().cpu())
+    together = torch.cat(latents, dim=1)
+    mean, std = together.mean(dim=1), together.std(dim=1)
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+
+
+@torch.no_grad()
+def evaluate(vae: Any, device: torch.device, count: int) -> dict[str, float]:
+    """Error and readability of held-out pictures after encoding and decoding."""
+    squared, readable = [], []
+    for size in SIZES:
+        examples = sample_examples("measured", size, count, related=RELATED, held_out=True)
+        for start in range(0, count, CHUNK):
+            scenes = [example.scene for example in examples[start : start + CHUNK]]
+            pictures = draw(scenes, *size, device=device)
+            decoded = decode(vae, encode(vae, pictures)[0]).clamp(0, 1)
+            squared.append((decoded - pictures).square().mean(dim=(1, 2, 3)))
+            pairs = zip(as_bytes(decoded), scenes, strict=True)
+            readable += [score(image, scene).things for image, scene in pairs]
+    return {"held_out_psnr_db": _psnr(torch.cat(squared).mean()), "readable": float(np.mean(readable))}
+
+
+if __name__ == "__main__":
+    main()
