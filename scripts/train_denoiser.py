@@ -1,8 +1,8 @@
 """Trains the small transformer and its text encoder: ``python scripts/train_denoiser.py OUT --seconds 1200``.
 
 ``OUT/vae`` must be there (``train_vae.py``). The command may be cut into sittings: with ``--sitting 580`` it
-saves its state after so many seconds, exits with 75, and the same command goes on. In the end ``OUT/model`` is
-a complete folder in diffusers' layout, and ``OUT/denoiser.jsonl`` has the curve.
+saves its state after so many seconds, exits with 75, and the same command goes on. In the end ``OUT/model``
+is a complete folder in diffusers' layout, and ``OUT/denoiser.jsonl`` has the curve.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INTERRUPTED = 75
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--steps", default=0, show_default=True, help="Steps; 0 leaves it to --seconds.")
 @click.option("--seconds", default=1200.0, show_default=True, help="Seconds of training.")
-@click.option("--sitting", default=0.0, show_default=True, help="Seconds after which to stop and save; 0: never.")
+@click.option("--sitting", default=0.0, show_default=True, help="Seconds until it stops and saves; 0: never.")
 @click.option("--rate", default=1.5e-3, show_default=True, help="Highest learning rate.")
 @click.option("--examples", default=300_000, show_default=True, help="Drawn pictures to learn from.")
 @click.option("--slots", default=NUM_SLOTS, show_default=True, help="Examples of a step.")
@@ -87,7 +87,8 @@ def main(
         sys.exit(INTERRUPTED)
     trainer.average.swap()
     curve.write({"steps": trainer.pace.step, "seconds": trainer.pace.elapsed_s})
-    save_folder(out / "model", tokenizer, text_encoder.cpu(), transformer.cpu(), _load_vae(out / "vae", "cpu"))
+    vae = _load_vae(out / "vae", torch.device("cpu"))
+    save_folder(out / "model", tokenizer, text_encoder.cpu(), transformer.cpu(), vae)
 
 
 class Trainer:
@@ -202,7 +203,7 @@ def make_layouts(
     return layouts
 
 
-def _load_vae(folder: Path, device: Any) -> Any:
+def _load_vae(folder: Path, device: torch.device) -> Any:
     import diffusers
 
     vae = diffusers.AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=torch.float32)

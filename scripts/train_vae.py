@@ -63,7 +63,9 @@ def main(
     vae = see_one_frame(make_vae(seed)).to(device)
     about = {"command": " ".join(sys.argv), "seed": seed, "config": VAE_CONFIG, "pixels": pixels}
     curve = Curve(out / "vae.jsonl", about)
-    pictures = [_drawn(f"vae/{seed}", size, max(2, pool // (size[0] * size[1])), device) for size in TRAINED_SIZES]
+    counts = [max(2, pool // (height * width)) for height, width in TRAINED_SIZES]
+    sizes = zip(TRAINED_SIZES, counts, strict=True)
+    pictures = [_drawn(f"vae/{seed}", size, count, device) for size, count in sizes]
     trainer = Trainer(vae, pictures, pixels, seed, compiled)
     for index in range(len(TRAINED_SIZES)):
         trainer.gradients(index)  # compiles, before the clock starts
@@ -147,11 +149,9 @@ def _drawn(key: str, size: Size, count: int, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def measure_latents(vae: Any, device: torch.device, count: int) -> None:
-    """Puts each latent channel's mean and deviation, over ``count`` pictures of each size, into the config."""
-    latents = []
-    for size in SIZES:
-        for part in _drawn("statistics", size, count, device).split(CHUNK):
-            latents.append(encode(vae, part.float() / 255)[0].transpose(0, 1).flatten(1).double().cpu())
+    """Puts each latent channel's mean and deviation, over ``count`` pictures a size, into the config."""
+    parts = (part for size in SIZES for part in _drawn("statistics", size, count, device).split(CHUNK))
+    latents = [encode(vae, part.float() / 255)[0].transpose(0, 1).flatten(1).double().cpu() for part in parts]
     together = torch.cat(latents, dim=1)
     mean, std = together.mean(dim=1), together.std(dim=1)
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())

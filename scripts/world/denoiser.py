@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from world.layout import Layout
-from world.recipe import SHIFT
 
 from offline_diffusion.attention.backends import AttentionFunction, load_backend
 from offline_diffusion.attention.metadata import AttentionMetadata
+from world.layout import Layout
+from world.recipe import SHIFT
 
 NUM_HEAD_TOKENS = 34
 """Of the template before the prompt; the pipeline drops what they become."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from world.supply import Size
 
 from offline_diffusion.attention.metadata import AttentionMetadata, SequenceBounds
 from offline_diffusion.engine.packed_batch import PackedBatch, PreparedRequest
-from offline_diffusion.models.base import RotaryTable
+from offline_diffusion.models.base import PromptEmbeds, RotaryTable, SequenceInputs
 from offline_diffusion.request import Request
+from world.supply import Size
 
 NUM_FILLERS = 16
 """Sequences that the filling is cut into, lest attention over it cost more than the rest."""
@@ -94,22 +94,23 @@ class _Shapes:
         self.device = torch.device("cpu")
         self._pos_embed = transformer.pos_embed
 
-    def rotary_table(self, height: int, width: int, num_text_tokens: int) -> RotaryTable:
-        grid = [(1, height // PATCH_PIXELS, width // PATCH_PIXELS)]
-        img, txt = self._pos_embed(grid, max_txt_seq_len=num_text_tokens, device=self.device)
+    def prepare_sequence(self, request: Request, prompt: PromptEmbeds) -> SequenceInputs:
+        grid = [(1, request.height // PATCH_PIXELS, request.width // PATCH_PIXELS)]
+        img, txt = self._pos_embed(grid, max_txt_seq_len=len(prompt.stream), device=self.device)
         angles = torch.cat((txt, img))
-        return RotaryTable(angles.real.contiguous(), angles.imag.contiguous())
+        return SequenceInputs(rotary=RotaryTable(angles.real.contiguous(), angles.imag.contiguous()))
 
-    def prepare_step(self, timesteps: Sequence[float], later: Iterable[float]) -> Tensor:
+    def prepare_step(self, timesteps: Sequence[float], _later: Iterable[float]) -> Tensor:
         return torch.tensor(timesteps)
 
 
 def lay_out(slots: Sequence[Slot], transformer: Any, num_img: int, num_txt: int, device: Any) -> Layout:
     """Packs ``slots`` and fills the streams up to ``num_img`` and ``num_txt`` rows."""
     packed = PackedBatch.build([_prepared(slot) for slot in slots], _Shapes(transformer)).model_input
-    own_img, own_txt = packed.img_request.shape[0], packed.txt_request.shape[0]
+    assert packed.rotary is not None
+    own_img, own_txt = packed.img_sequence.shape[0], packed.txt_sequence.shape[0]
     spare_img, spare_txt = num_img - own_img, num_txt - own_txt
-    assert spare_img >= 0 and spare_txt >= 0, (own_img, own_txt)
+    assert min(spare_img, spare_txt) >= 0, (own_img, own_txt)
     first = own_img + own_txt  # of the filling in joint order
     filling = torch.arange(first, num_img + num_txt)
     lengths = [part.numel() for part in filling.tensor_split(NUM_FILLERS)]
@@ -121,8 +122,8 @@ def lay_out(slots: Sequence[Slot], transformer: Any, num_img: int, num_txt: int,
         lowest=torch.tensor([slot.lowest for slot in slots]),
         count=torch.tensor([slot.count for slot in slots]),
         empty_row=torch.tensor([-1 if slot.empty_row is None else slot.empty_row for slot in slots]),
-        img_request=_filled(packed.img_request, spare_img),
-        txt_request=_filled(packed.txt_request, spare_txt),
+        img_request=_filled(packed.img_sequence, spare_img),
+        txt_request=_filled(packed.txt_sequence, spare_txt),
         img_offset=_filled(_offsets([slot.num_image for slot in slots]), spare_img),
         txt_offset=_filled(_offsets([slot.num_text for slot in slots]), spare_txt),
         img_weight=_filled(torch.ones(own_img), spare_img),
@@ -140,11 +141,17 @@ def lay_out(slots: Sequence[Slot], transformer: Any, num_img: int, num_txt: int,
 def _prepared(slot: Slot) -> PreparedRequest:
     height, width = slot.size
     request = Request(
-        request_id="", prompt="", height=height, width=width, num_inference_steps=1, true_cfg_scale=1.0, seed=0
+        request_id="",
+        prompt="",
+        height=height,
+        width=width,
+        num_inference_steps=1,
+        true_cfg_scale=1.0,
+        seed=0,
     )
     return PreparedRequest(
         request=request,
-        prompt_embeds=torch.empty(slot.num_text, 1),
+        prompt_embeds=PromptEmbeds(torch.empty(slot.num_text, 1)),
         negative_embeds=None,
         sigmas=torch.tensor([1.0, 0.0]),
         timesteps=torch.tensor([1000.0]),

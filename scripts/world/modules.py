@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from offline_diffusion.models.tiny import TEMPLATE_PREFIX, make_text_encoder, make_tokenizer
 from world.captions import caption
 from world.recipe import DEFAULTS, SCHEDULER_CONFIG, SIZES, TEXT_CONFIG, TRANSFORMER_CONFIG, VISION_CONFIG
 from world.scenes import sample_scene
-
-from offline_diffusion.models.tiny import TEMPLATE_PREFIX, make_text_encoder, make_tokenizer
 
 VOCAB_SIZE = 1024
 NUM_TEXTS = 6000

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from offline_diffusion.models.tiny import TEMPLATE_PREFIX
 from world.drawing import draw
 from world.layout import Layout, Slot
 from world.recipe import SIZES
 from world.supply import Example, Size, sample_examples
 from world.vae import encode, to_tokens
-
-from offline_diffusion.models.tiny import TEMPLATE_PREFIX
 
 CHUNK = 64
 """Examples sampled, drawn and encoded together."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from world.recipe import VAE_CONFIG
 
+from world.recipe import VAE_CONFIG
 
 FIRST_LOG_VARIANCE = -6.0
 """Of the latents: with noise as strong as they are the decoder learns nothing for a thousand steps."""
@@ -90,8 +90,8 @@ def _video_convs(vae: Any) -> list[Any]:
     return [conv for conv in convs if conv.kernel_size[1] > 1 or conv.kernel_size[0] == 1]
 
 
-def _one_frame(conv: Any, x: Tensor, cache_x: None = None) -> Tensor:
-    assert cache_x is None and x.shape[2] == 1
+def _one_frame(conv: Any, x: Tensor) -> Tensor:
+    assert x.shape[2] == 1
     weight = conv.weight[:, :, -1].contiguous(memory_format=torch.channels_last)
     flat = x.squeeze(2).contiguous(memory_format=torch.channels_last)
     return F.conv2d(flat, weight, conv.bias, padding=weight.shape[-1] // 2).unsqueeze(2)
