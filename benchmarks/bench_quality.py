@@ -42,7 +42,6 @@ from quality import (
     figures,
     judge_all,
     make_rows,
-    one_thread,
     targets,
 )
 from quality_sheet import make_sheet
@@ -134,8 +133,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def make_pool() -> Executor:
     """A process for every core: to judge a picture takes one for 10 to 100 ms."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # for them: the libraries of this process have read it already
     context = multiprocessing.get_context("spawn")  # a fork would share the GPU
-    return ProcessPoolExecutor(os.cpu_count(), mp_context=context, initializer=one_thread)
+    return ProcessPoolExecutor(os.cpu_count(), mp_context=context)
 
 
 def describe(args: argparse.Namespace, device: torch.device, command: str) -> Figures:
@@ -216,7 +216,8 @@ class Benchmark:
         """Pictures and judgement of the reference."""
 
     def measure(self, setting: Setting) -> Figures:
-        """
+        """What the record says of a setting.
+
         Raises:
             RunFailed: A picture could not be drawn.
         """
@@ -270,6 +271,7 @@ def paint(engine: QualityEngine, setting: Setting, rows: Sequence[Row]) -> Itera
 
 
 def kept(pictures: Iterable[tuple[int, Pixels]], into: dict[int, Pixels]) -> Iterator[tuple[int, Pixels]]:
+    """``pictures`` as they come, which are kept by their places as well."""
     for at, picture in pictures:
         into[at] = picture
         yield at, picture

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from records import ROOT
 from scipy import ndimage
@@ -130,11 +129,6 @@ def judge(picture: Pixels, scene: Scene, reference: Pixels | None) -> Judged:
         return Judged(found.things, found.count, found.relation)
     nearness = psnr(picture, reference), ssim(picture, reference)
     return Judged(found.things, found.count, found.relation, *nearness)
-
-
-def one_thread() -> None:
-    """For a process of the pool: there is one for every core."""
-    torch.set_num_threads(1)
 
 
 def psnr(picture: Pixels, reference: Pixels) -> float | None:

@@ -289,8 +289,11 @@ def test_a_sheet_frames_what_is_right_in_green(rows, right):
 # --- the whole command ---------------------------------------------------------------------------
 
 
-def test_the_command(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the product's engine over random weights, on a CPU, and a pool of processes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the command sets it for its processes; this takes it back
     output, sheet = tmp_path / "quality.json", tmp_path / "sheet.png"
     options = ["--count", "2", "--sizes", "64x64", "--steps", "2", "--guidance", "4", "--device", "cpu"]
     options += ["--settings", "fp32", "int8", "--output", str(output), "--sheet", str(sheet)]
