@@ -76,7 +76,7 @@ def with_ratios(records: Sequence[Record]) -> list[Record]:
         own = seconds.get(key(record))
         bases = {field: seconds.get((record["workload"], rival, "bf16")) for field, rival in RATIOS.items()}
         ratios = {field: base / own if own and base else None for field, base in bases.items()}
-        filled.append({**record, **_rounded(ratios)})
+        filled.append({**record, **rounded(ratios)})
     return filled
 
 
@@ -118,21 +118,21 @@ class Report:
     def add(self, workload: str, system: str, precision: str, values: Record) -> Record:
         """Keeps a record; ratios of earlier ones that it makes possible are filled in as well."""
         head = {"workload": workload, "system": system, "precision": precision}
-        record = {**dict.fromkeys(FIELDS), **_rounded(values), **head, **self._origin}
+        record = {**dict.fromkeys(FIELDS), **rounded(values), **head, **self._origin}
         self.records = with_ratios(merge(self.records, [record]))
         if self._path is not None:
             write(self._path, merge(read(self._path), self.records))
         return next(record for record in self.records if key(record) == (workload, system, precision))
 
 
-def _rounded(values: Record) -> Record:
+def rounded(values: Record) -> Record:
+    """Numbers with five digits: more would be noise."""
     return {name: _round(value) for name, value in values.items()}
 
 
 def _round(value: Any) -> Any:
-    """Five digits: more would be noise."""
     if isinstance(value, dict):
-        return _rounded(value)
+        return rounded(value)
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
