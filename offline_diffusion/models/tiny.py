@@ -234,7 +234,7 @@ def _write_components(folder: Path, transformer_config: dict[str, Any], seed: in
     import diffusers
     import torch
 
-    tokenizer = make_tokenizer(_training_texts(), BPE_VOCAB_SIZE)
+    tokenizer = make_tokenizer()
     # The constructors draw from the global generator before our own weights take their place.
     with torch.random.fork_rng(devices=[]):
         transformer = diffusers.QwenImageTransformer2DModel(**transformer_config)
@@ -288,9 +288,9 @@ def make_text_encoder(tokenizer: Any, text_config: dict[str, Any], vision_config
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A ``Qwen2Tokenizer`` whose merges are learnt from ``texts``: any text encodes, byte by byte where need
-    be, and what is common in ``texts`` is one token."""
+def make_tokenizer(texts: Iterable[str] | None = None, vocab_size: int = BPE_VOCAB_SIZE) -> Any:
+    """A ``Qwen2Tokenizer`` whose merges are learnt from ``texts``, of ``tiny_words`` where None: any text encodes,
+    byte by byte where need be, and what is common in ``texts`` is one token."""
     import transformers
     from tokenizers import Tokenizer, models, trainers
 
@@ -302,7 +302,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         show_progress=False,
         initial_alphabet=_byte_alphabet(),
     )
-    learner.train_from_iterator(texts, trainer)
+    learner.train_from_iterator(_training_texts() if texts is None else texts, trainer)
     learnt = json.loads(learner.to_str())["model"]
     special_ids = {token: len(learnt["vocab"]) + i for i, token in enumerate(SPECIAL_TOKENS)}
     return transformers.Qwen2Tokenizer(
