@@ -289,8 +289,8 @@ def make_text_encoder(tokenizer: Any, text_config: dict[str, Any], vision_config
 
 
 def make_tokenizer(texts: Iterable[str] | None = None, vocab_size: int = BPE_VOCAB_SIZE) -> Any:
-    """A ``Qwen2Tokenizer`` whose merges are learnt from ``texts``, of ``tiny_words`` where None: any text encodes,
-    byte by byte where need be, and what is common in ``texts`` is one token."""
+    """A ``Qwen2Tokenizer`` whose merges are learnt from ``texts``, from ``tiny_words`` where None: any text
+    encodes, byte by byte where need be, and what is common in ``texts`` is one token."""
     import transformers
     from tokenizers import Tokenizer, models, trainers
 
