@@ -41,15 +41,21 @@ PLACES = {
 HELD_OUT_OF = 50  # one caption in so many is kept from training
 
 
-def caption(scene: Scene, rng: random.Random) -> str:
+def caption(scene: Scene, rng: random.Random, *, with_colour: bool = True) -> str:
     """One of many true captions of ``scene``.
+
+    Without colour, "two stars" may be of any, and a negative prompt can keep one away; only where all things
+    are of one kind.
 
     Always named: every thing with its colour and shape, how many there are, a size that is not medium
     and the relation, if there is one. The background is named in about half, the place of a single
     thing in about half of those that are in a place with a name.
     """
     is_sentence = rng.random() < 0.3
-    text = _pair(scene, rng, is_sentence) if scene.relation else _group(scene, rng, is_sentence)
+    if scene.relation:
+        text = _pair(scene, rng, is_sentence)
+    else:
+        text = _group(scene, rng, is_sentence, with_colour=with_colour)
     if rng.random() < 0.5:
         behind = _behind(scene.background, rng)
         text = f"{text} {behind}" if rng.random() < 0.8 else f"{behind}, {text}"
@@ -77,13 +83,13 @@ def _third(share: float, low: str, high: str) -> str | None:
     return low if share < 0.36 else high if share > 0.64 else None
 
 
-def _group(scene: Scene, rng: random.Random, is_sentence: bool) -> str:
+def _group(scene: Scene, rng: random.Random, is_sentence: bool, *, with_colour: bool) -> str:
     """Such as "two small stars and a heart": things of one colour and shape are counted."""
     counts: dict[str, list[Thing]] = {}
     for thing in scene.things:
         counts.setdefault(f"{thing.colour} {thing.shape}", []).append(thing)
     with_article = is_sentence or rng.random() < 0.8
-    parts = [_noun(things, with_article) for things in counts.values()]
+    parts = [_noun(things, with_article, with_colour or len(counts) > 1) for things in counts.values()]
     rng.shuffle(parts)
     text = " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else parts[0]
     where = place(scene)
@@ -113,14 +119,16 @@ def _pair(scene: Scene, rng: random.Random, is_sentence: bool) -> str:
     return text if is_sentence else rng.choice(OPENINGS) + text
 
 
-def _noun(things: list[Thing], with_article: bool) -> str:
+def _noun(things: list[Thing], with_article: bool, with_colour: bool = True) -> str:
     """Such as "a large red circle", "red circle", "two small stars"."""
     shape, colour, size = things[0].shape, things[0].colour, things[0].size
-    words = colour if size == "medium" else f"{size} {colour}"
+    adjectives = ("" if size == "medium" else size, colour if with_colour else "")
+    plural = PLURALS.get(shape, shape + "s")
+    words = " ".join(filter(None, (*adjectives, plural if len(things) > 1 else shape)))
     if len(things) > 1:
-        return f"{NUMBERS[len(things)]} {words} {PLURALS.get(shape, shape + 's')}"
+        return f"{NUMBERS[len(things)]} {words}"
     article = ("an " if words.startswith("orange") else "a ") if with_article else ""
-    return f"{article}{words} {shape}"
+    return f"{article}{words}"
 
 
 def _behind(background: Background, rng: random.Random) -> str:

@@ -12,6 +12,10 @@ Size = tuple[int, int]
 """Height and width in pixels."""
 
 
+COLOURLESS = 0.06
+"""Share of captions that leave the colour open, in training alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """A scene with one of its captions."""
@@ -36,7 +40,7 @@ def sample_examples(
     examples: list[Example] = []
     while len(examples) < count:
         scene = sample_scene(rng, *size, related=related)
-        text = caption(scene, rng)
+        text = caption(scene, rng, with_colour=held_out or rng.random() >= COLOURLESS)
         if is_held_out(text) == held_out:
             examples.append(Example(scene, text))
     return examples

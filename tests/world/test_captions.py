@@ -133,6 +133,23 @@ def test_the_reader_sees_a_lie():
             check(lie, scene)
 
 
+def test_a_colour_may_be_left_open_where_all_are_of_one_kind():
+    left_open = 0
+    for seed in range(300):
+        scene = sample_scene(random.Random(seed), 128, 128)
+        kinds = {(thing.colour, thing.shape) for thing in scene.things}
+        text = caption(scene, random.Random(seed), with_colour=False).lower()
+        number = {1: "(an? )?", 2: "two ", 3: "three "}[len(scene.things)]
+        is_open = re.search(rf"\b{number}((small|large) )?({SHAPES})(e?s)?\b", text) is not None
+        assert is_open == (len(kinds) == 1 and not scene.relation), text
+        left_open += is_open
+        if is_open:
+            colourless = re.sub(rf"{TONE}", "", text)
+            assert not re.search(rf"\b({COLOURS})\b", colourless), text
+            assert scene.things[0].shape in text
+    assert 60 < left_open < 280
+
+
 def test_many_phrasings_all_from_the_seed():
     scene = sample_scene(random.Random(2), 64, 64, related=1)
     texts = [[caption(scene, rng) for _ in range(400)] for rng in (random.Random(1), random.Random(1))]
