@@ -127,8 +127,8 @@ class Session:
                 model, budget = None, None
                 gc.collect()  # two models at once may not fit
                 model = (load or load_model)(config)
+                check_modes(modes, model.capabilities)
             last = config
-            check_mode(config, model.capabilities)
             engine = Engine(model, _with_budget(config, budget))
             budget = budget or engine.scheduler.max_num_batched_tokens
             on_gpu = model.device.type == "cuda"
@@ -159,8 +159,8 @@ class Session:
             max_num_batched_tokens: Where the options say nothing.
             num_replicas: Engines that are dealt the requests in turn, each with a queue of its own.
         """
+        check_modes(modes, capabilities)
         for name, config in modes.items():
-            check_mode(config, capabilities)
             parts = []
             for replica in range(num_replicas):
                 clock = SimulatedClock()
@@ -169,6 +169,19 @@ class Session:
             yield self.finish(name, options_of(config), joined(parts))
             if self.stopped():
                 return
+
+
+def check_modes(modes: Mapping[str, EngineConfig], capabilities: Capabilities) -> None:
+    """Refuses all runs when the family cannot do one of them.
+
+    Raises:
+        ConfigError: With the mode and the reason.
+    """
+    for name, config in modes.items():
+        try:
+            check_mode(config, capabilities)
+        except ConfigError as error:
+            raise ConfigError(f"mode {name}: {error.message}", hint=error.hint) from None
 
 
 def warm_ups_of(requests: Sequence[ReplayRequest], count: int) -> list[ReplayRequest]:

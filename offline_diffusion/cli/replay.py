@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -170,11 +171,15 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     modes = _modes(config, given["compare"], capabilities)
     with ticking(partial(_describe, done, len(requests))):
         if given["simulate"]:
-            runs = list(_simulated(session, config, modes, capabilities, given, facts))
+            runs, failure = _collected(_simulated(session, config, modes, capabilities, given, facts))
         else:
-            runs = list(session.real_runs(modes, on_cost=partial(_remember, capabilities)))
+            runs, failure = _collected(session.real_runs(modes, on_cost=partial(_remember, capabilities)))
             facts["device"] = device_name(config.device)
+    if missing := [name for name in modes if name not in {run.name for run in runs}]:
+        facts["not run"] = ", ".join(missing)
     _show(Report(trace.source, config.model, facts, runs), given)
+    if failure is not None:
+        raise failure
     if stop.requests:
         click.echo(f"{stop.why}: stopped early; the report is of what was done until then", err=True)
         ctx.exit(JobInterrupted.exit_code)
@@ -198,6 +203,18 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ConfigError("--cost and --tflops are two answers to one question", hint="give one of them")
     if given["replicas"] > 1 and not given["simulate"]:
         raise ConfigError("--replicas is for --simulate")
+    if given["html"] is not None:
+        _make_room(given["html"])
+
+
+def _make_room(page: Path) -> None:
+    """The folder of a file that is written at the end, made now: hours of runs must not be lost to it."""
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--html {page}: its folder cannot be made: {error.strerror}") from None
+    if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):
+        raise ConfigError(f"--html {page}: cannot be written")
 
 
 def _read(config: JobConfig, given: Mapping[str, Any]) -> Trace:
@@ -256,12 +273,28 @@ def _resolve(config: JobConfig, trace: Trace) -> tuple[Capabilities, list[Replay
 
 
 def _modes(config: JobConfig, compare: Path | None, capabilities: Capabilities) -> dict[str, EngineConfig]:
-    from offline_diffusion.bench.session import modes_of
+    from offline_diffusion.bench.session import check_modes, modes_of
 
     base = EngineConfig(**{name: getattr(config, name) for name in EngineConfig.model_fields})
     if compare is None:
-        return {execution_mode(base, capabilities.batch_kind).value: base}
-    return modes_of(base, read_job_file(compare), source=str(compare))
+        modes = {execution_mode(base, capabilities.batch_kind).value: base}
+    else:
+        modes = modes_of(base, read_job_file(compare), source=str(compare))
+    check_modes(modes, capabilities)
+    return modes
+
+
+def _collected(runs: Iterator[Run]) -> tuple[list[Run], Exception | None]:
+    """Runs up to the first that fails, and why it does; raises where not even one is done."""
+    done: list[Run] = []
+    try:
+        for run in runs:
+            done.append(run)  # noqa: PERF402 - those before a failure stay
+    except Exception as error:
+        if not done:
+            raise
+        return done, error
+    return done, None
 
 
 def _simulated(
@@ -352,11 +385,16 @@ def _describe(done: Mapping[str, int], total: int) -> str:
 
 
 def _show(report: Report, given: Mapping[str, Any]) -> None:
+    """Prints first: the page may fail."""
+    _print(report, given)
     if given["html"] is not None:
         from offline_diffusion.bench.page import page
 
         given["html"].write_text(page(report), encoding="utf-8")
         click.echo(f"page: {given['html']}", err=True)
+
+
+def _print(report: Report, given: Mapping[str, Any]) -> None:
     if given["as_json"]:
         click.echo(json.dumps(report.to_dict()))
         return

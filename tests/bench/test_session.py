@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from offline_diffusion.bench.session import Session, modes_of, options_of, warm_
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.cost import CostModel
 from offline_diffusion.errors import ConfigError
+from offline_diffusion.models.capabilities import BatchKind
 
 A_SECOND_A_STEP = CostModel(1.0, 0.0, 0.0)
 
@@ -98,6 +100,14 @@ def test_modes_take_the_place_of_the_command_lines_options() -> None:
 def test_a_faulty_mode_is_refused(named: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         modes_of(EngineConfig(), named, "m.yaml")
+
+
+def test_no_mode_runs_when_the_family_cannot_do_a_later_one() -> None:
+    stacked = replace(CAPABILITIES, batch_kind=BatchKind.STACKED)
+    modes = {"alike": EngineConfig(batching="same_shape"), "all": EngineConfig(batching="packed")}
+    runs = Session(trace_of([0])).simulated_runs(modes, stacked, A_SECOND_A_STEP, 1000)
+    with pytest.raises(ConfigError, match="mode all: batching packed is not supported"):
+        next(runs)
 
 
 VLLM_OMNI_NAMES = (

@@ -58,6 +58,28 @@ def test_a_trace_on_the_real_engine(trace: str, tmp_path: Path, tiny_model: Path
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_a_mode_that_fails_costs_no_finished_one(trace: str, tmp_path: Path, tiny_model: Path) -> None:
+    modes = tmp_path / "modes.yaml"
+    modes.write_text("one:\ntwo: {attention_backend: fa3}\nthree:\n")
+    page = tmp_path / "new" / "folder" / "page.html"
+    result = replay(
+        *(trace, "--speed", "50", "--device", "cpu", "--compare", str(modes), "--html", str(page), "--json"),
+        code=1,
+    )
+    values = json.loads(result.stdout)
+    assert (values["mode"], values["completed_requests"]) == ("one", 6)
+    assert values["facts"]["not run"] == "two, three"
+    assert "fa3" in result.stderr
+    assert "not run: two, three" in page.read_text()
+
+
+def test_a_page_that_cannot_be_written_is_refused_at_start(trace: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for page in (tmp_path / "file" / "page.html", tmp_path):
+        result = replay(trace, "--simulate", "--html", str(page), code=2)
+        assert f"--html {page}: " in result.stderr
+
+
 def test_times_windows_and_speed(trace: str) -> None:
     assert simulated(trace)["offered_qps"] == pytest.approx(6 / 5)
     fast = simulated(trace, "--speed", "10", "--window", "1:4")
