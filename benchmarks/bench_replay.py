@@ -200,7 +200,7 @@ class Benchmark:
         }
 
     def _tell(self, runs: Sequence[Run], errors: dict[str, dict[str, Any]], floor_s: float) -> None:
-        print("\n" + table(["", *(run.name for run in runs)], summary_rows(runs)))
+        print("\n" + table(["", *(run.title for run in runs)], summary_rows(runs)))
         rows = [
             [name, what, f"{own['throughput_qps']:+.1%}", f"{own['latency_p95']:+.1%}"]
             for name, found in errors.items()

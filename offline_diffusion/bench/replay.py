@@ -158,15 +158,13 @@ class Replay:
                 self._step()
             elif coming:
                 self.clock.wait_until(self._time_of(coming[0][0]))
-        stopped = bool(coming or self._in_flight)
-        if stopped:
-            records = [record for record in records if record.finished is not None]
+        finished = [record for record in records if record.finished is not None]
         return Replayed(
-            records,
+            finished,
             self._spans,
             duration=self._now(),
             device_s=self.engine.stats.device_s - busy_before,
-            stopped=stopped,
+            num_unfinished=len(records) - len(finished),
         )
 
     def _now(self) -> float:

@@ -221,7 +221,7 @@ def joined(parts: Sequence[Replayed]) -> Replayed:
         sorted((span for part in parts for span in part.spans), key=lambda span: span.start),
         duration=max(part.duration for part in parts),
         device_s=math.fsum(part.device_s for part in parts),
-        stopped=any(part.stopped for part in parts),
+        num_unfinished=sum(part.num_unfinished for part in parts),
         num_devices=len(parts),
     )
 

@@ -399,7 +399,7 @@ def _print(report: Report, given: Mapping[str, Any]) -> None:
         click.echo(json.dumps(report.to_dict()))
         return
     click.echo("\n".join(f"{name:<14} {text}" for name, text in report.facts.items()))
-    click.echo(f"\n{table(['', *(run.name for run in report.runs)], summary_rows(report.runs))}")
+    click.echo(f"\n{table(['', *(run.title for run in report.runs)], summary_rows(report.runs))}")
     for run in report.runs:
-        title = f"{run.name}, by size" if len(report.runs) > 1 else "by size"
+        title = f"{run.title}, by size" if len(report.runs) > 1 else "by size"
         click.echo(f"\n{title}\n{table(SIZE_HEADER, size_rows(run))}")
