@@ -68,6 +68,9 @@ class ReplayEngine(Protocol):
 
     def step(self) -> list[RequestOutput]: ...
 
+    def reset_peak_memory(self) -> None:
+        """From now on peaks of memory are those of what comes."""
+
 
 @dataclass(slots=True)
 class ReplayRequest:

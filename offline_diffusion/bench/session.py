@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from offline_diffusion.bench.energy import JOULES, energy_meter
@@ -41,8 +41,9 @@ class Session:
     Args:
         requests: In order of arrival.
         closed_loop, max_concurrency: See `replay.Replay`.
-        slo_scale: Requests without an SLO get so many times what is expected of their size and steps, from
-            the warm-up of the first run: vLLM-Omni's rule.
+        slo_scale: Requests without an SLO get so many times what is expected of their size and steps:
+            vLLM-Omni's rule.
+        slo_unit_ms: What is expected of a unit of work; None takes it from the warm-up of the first run.
         num_warm_ups: Requests before each run, of different sizes, one after the other, with
             `WARM_UP_STEPS` steps.
         stopped: Asked between steps whether to end.
@@ -53,10 +54,10 @@ class Session:
     closed_loop: bool = False
     max_concurrency: int | None = None
     slo_scale: float = DEFAULT_SLO_SCALE
+    slo_unit_ms: float | None = None
     num_warm_ups: int = DEFAULT_NUM_WARM_UPS
     stopped: Callable[[], bool] = lambda: False
     observer: Observer = lambda _name, _count: None
-    _slo_unit_ms: float | None = field(default=None, init=False)
 
     def replay(
         self,
@@ -83,8 +84,9 @@ class Session:
     ) -> Replayed:
         warm_ups = warm_ups_of(self.requests, self.num_warm_ups)
         warm = Replay(engine, clock, closed_loop=True, max_concurrency=1).run(warm_ups)
-        if self._slo_unit_ms is None:
-            self._slo_unit_ms = slo_unit_ms(warm.records)
+        if self.slo_unit_ms is None:
+            self.slo_unit_ms = slo_unit_ms(warm.records)
+        engine.reset_peak_memory()  # or the memory of an earlier run counts, and of measuring the budget
         replay = Replay(
             engine,
             clock,
@@ -94,7 +96,7 @@ class Session:
             observer=lambda count: self.observer(name, count),
         )
         before = joules() if joules is not None else 0.0
-        replayed = replay.run(with_slos(requests, self._slo_unit_ms, self.slo_scale))
+        replayed = replay.run(with_slos(requests, self.slo_unit_ms, self.slo_scale))
         if joules is not None:
             replayed.energy_j = joules() - before
         return replayed

@@ -11,7 +11,14 @@ from bench_fakes import CAPABILITIES, asked, engine_of, trace_of
 
 from offline_diffusion.bench.energy import visible_device
 from offline_diffusion.bench.report import Report
-from offline_diffusion.bench.session import Session, modes_of, options_of, warm_ups_of, with_slos
+from offline_diffusion.bench.session import (
+    WARM_UP_STEPS,
+    Session,
+    modes_of,
+    options_of,
+    warm_ups_of,
+    with_slos,
+)
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.cost import CostModel
 from offline_diffusion.errors import ConfigError
@@ -52,6 +59,21 @@ def test_all_runs_promise_what_the_first_one_measured() -> None:
     first = session.replay("slow", {}, *slow)
     second = session.replay("fast", {}, *fast)
     assert [r.slo_ms for r in first.replayed.records] == [r.slo_ms for r in second.replayed.records]
+
+
+def test_a_given_unit_takes_the_place_of_the_warm_ups() -> None:
+    session = Session([asked(0, 0, side=32, steps=5)], slo_scale=2.0, slo_unit_ms=7.0)
+    run = session.replay("m", {}, *engine_of(A_SECOND_A_STEP))
+    assert [record.slo_ms for record in run.replayed.records] == [7 * 4 * 5 * 2]
+
+
+def test_peaks_of_memory_are_forgotten_between_the_warm_ups_and_the_replay() -> None:
+    engine, clock = engine_of(A_SECOND_A_STEP)
+    steps_at_reset: list[int] = []
+    engine.reset_peak_memory = lambda: steps_at_reset.append(engine.stats.num_steps)  # type: ignore[method-assign]
+    Session([asked(0, 0, steps=5)]).replay("m", {}, engine, clock)
+    assert steps_at_reset == [WARM_UP_STEPS]
+    assert engine.stats.num_steps == WARM_UP_STEPS + 5
 
 
 def test_without_warm_ups_nothing_is_promised() -> None:
