@@ -159,8 +159,8 @@ def test_a_manifest_without_times_asks_for_some(tmp_path: Path) -> None:
     assert simulated(str(path), "--arrivals", "closed")["completed_requests"] == 2
 
 
-def test_the_shipped_modes_are_five_and_two_policies() -> None:
+def test_the_shipped_modes_are_five_and_their_policies() -> None:
     arguments = (str(ROOT / "traces" / "traffic.jsonl"), "--compare", str(ROOT / "traces" / "modes.yaml"))
     runs = simulated(*arguments)["runs"]
-    assert len(runs) == 7
+    assert len(runs) == 9
     assert {numbers["completed_requests"] for numbers in runs.values()} == {24}
