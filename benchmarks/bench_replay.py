@@ -1,8 +1,8 @@
 """One mixed trace in every execution mode and policy, and the simulation against each of them.
 
     python benchmarks/bench_replay.py --trace lora_request_trace.csv --prompts PartiPrompts.tsv   # on a GPU
-    python benchmarks/bench_replay.py --sizes 512 --images 160 --out uniform.json                 # uniform traffic
-    python benchmarks/bench_replay.py --device cpu --model tiny --images 8 --span 2               # to try it
+    python benchmarks/bench_replay.py --sizes 512 --images 160 --out uniform.json    # uniform traffic
+    python benchmarks/bench_replay.py --device cpu --model tiny --images 8 --span 2  # to try it
 
 Arrivals are those of a busy stretch of the trace (without one, Poisson), scaled to ``--span`` seconds; sizes
 are drawn by weight, prompts from the sets. Each mode runs the same requests at the same times on the same
@@ -151,10 +151,16 @@ def chosen(modes: Mapping[str, EngineConfig], only: Sequence[str] | None) -> dic
 
 
 def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
-    """``new``, with the modes of ``old`` that it lacks where both are of one trace on one machine."""
+    """``new``, with the modes of ``old`` that it lacks where both are of one trace on one machine.
+
+    Of a mode in both, a run that was ended early does not take the place of a whole one.
+    """
     if old is None or any(old.get(name) != new[name] for name in SAME_IN_ALL):
         return dict(new)
-    return {**new, **{name: {**old[name], **new[name]} for name in BY_MODE}}
+    runs = old["runs"]
+    better = [n for n, own in new["runs"].items() if not own["stopped"] or runs.get(n, own)["stopped"]]
+    taken = {name: {mode: new[name][mode] for mode in better} for name in BY_MODE}
+    return {**new, **{name: {**old[name], **taken[name]} for name in BY_MODE}}
 
 
 def read_result(path: Path) -> dict[str, Any] | None:

@@ -86,8 +86,10 @@ def test_a_later_call_adds_its_modes_to_those_of_the_same_trace(tmp_path: Path) 
     assert set(result["simulated_minus_real"]["packed"]["own"]) == {"throughput_qps", "latency_p95"}
     other = {**result, "arguments": {**result["arguments"], "steps": 3}, "runs": {"single_step": {}}}
     assert list(merged(result, other)["runs"]) == ["single_step"]
-    again = {**result, "runs": {"serial": {"new": True}}}
-    assert merged(result, again)["runs"] == {**result["runs"], "serial": {"new": True}}
+    for stopped in (False, True):
+        newer = {**result, "runs": {"serial": {"stopped": stopped}}}
+        expected = result["runs"]["serial"] if stopped else {"stopped": False}
+        assert merged(result, newer)["runs"] == {**result["runs"], "serial": expected}
 
 
 def test_a_run_that_was_ended_early_is_written_and_not_simulated(tmp_path: Path) -> None:
