@@ -18,6 +18,7 @@ from offline_diffusion.bench.trace_formats import (
     GENTD26_TIME,
     REQUEST_LINE,
     gentd26_values,
+    is_date,
     parse_request_line,
     to_seconds,
     to_slo,
@@ -183,6 +184,7 @@ class _Reading:
         self.notes, self._draws = notes, draws
         self._builder = RowBuilder(COLUMN_MAP, [])  # its notes are of columns that are carried, none is here
         self._has_request_lines: bool | None = None
+        self._has_dates: bool | None = None
         self._has_prompt = False  # the row that is being built
         self._num_rows = 0
 
@@ -226,15 +228,29 @@ class _Reading:
         frames = _converted(carried, NO_VIDEO, to_float)
         if frames is not None and frames > 1:
             raise _Fault(NO_VIDEO, show(carried[NO_VIDEO]), "is a video: only images are drawn")
-        time_column = GENTD26_TIME if GENTD26_TIME in carried else TIMESTAMP
         found = _Found(
             self._draws.with_size(replace(row, carried={})),
-            _converted(carried, time_column, to_seconds),
+            self._time(carried),
             _converted(carried, SLO, to_slo),
         )
         if WEIGHT in carried and found.time is None and not self._has_prompt:
             self.weights.append(_converted(carried, WEIGHT, to_slo) or 0.0)
         self.found.append(found)
+
+    def _time(self, carried: Any) -> float | None:
+        """Of a row; the kind of the first one decides, for numbers and dates have no zero in common."""
+        column = GENTD26_TIME if GENTD26_TIME in carried else TIMESTAMP
+        time = _converted(carried, column, to_seconds)
+        if time is None:
+            return None
+        value = carried[column]
+        has_date = is_date(value)
+        if self._has_dates is None:
+            self._has_dates = has_date
+        if has_date is not self._has_dates:
+            kinds = ("a date", "seconds") if has_date else ("seconds", "a date")
+            raise _Fault(column, show(value), "is {}, but the first time of the trace is {}".format(*kinds))
+        return time
 
     def mixture(self) -> Mixture:
         """Of all that has weights.

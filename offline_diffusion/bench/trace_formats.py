@@ -141,6 +141,13 @@ def to_seconds(value: Any) -> float:
         raise ValueFault("must be seconds or a date with a time, such as 2024-11-15 16:57:50") from None
 
 
+def is_date(value: Any) -> bool:
+    """Whether a time is a date; else it is seconds from a zero that nobody knows."""
+    if isinstance(value, str):
+        return _instant(value.strip()) is not None
+    return isinstance(value, pa.TimestampScalar | dt.datetime)
+
+
 _UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d", re.ASCII)

@@ -162,6 +162,23 @@ def test_json_lines_are_manifest_rows_with_a_time(tmp_path: Path) -> None:
     assert trace.faults[0].reason == "must be seconds or a date with a time, such as 2024-11-15 16:57:50"
 
 
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [
+        ([5, "2024-11-15 16:57:50", "7"], "is a date, but the first time of the trace is seconds"),
+        (
+            ["2024-11-15 16:57:50", 5, "2024-11-15T16:57:52Z"],
+            "is seconds, but the first time of the trace is a date",
+        ),
+    ],
+)
+def test_numbers_and_dates_have_no_zero_in_common(tmp_path: Path, times: list[Any], reason: str) -> None:
+    rows = [{"prompt": "a fox", "timestamp": time} for time in times]
+    trace = read_trace(written(tmp_path, "t.jsonl", "\n".join(map(json.dumps, rows))))
+    assert [request.arrival for request in trace.requests] == [0.0, 2.0]
+    assert faults(trace) == [(2, "timestamp", reason)]
+
+
 def test_openai_batch_lines(tmp_path: Path) -> None:
     lines = [
         {"custom_id": "a", "method": "POST", "body": {"prompt": "a fox", "size": "256x512", "n": 2}},
