@@ -19,7 +19,8 @@ from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import Request, RequestOutput
 
 MAX_QUEUED = 256
-"""Images that wait in the engine, as many as a policy looks at; the others wait before it."""
+"""Images that wait in the engine, the others before it: as many as ``pack`` looks at. ``shortest`` and
+``deadline``, which look at all that wait, choose among these only when more are at hand."""
 
 
 MAX_SLEEP_S = 0.2

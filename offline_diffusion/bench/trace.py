@@ -17,7 +17,9 @@ from offline_diffusion.bench.draws import Draws, Mixture
 from offline_diffusion.bench.trace_formats import (
     GENTD26_TIME,
     REQUEST_LINE,
+    SLO,
     gentd26_values,
+    has_size,
     is_date,
     parse_request_line,
     to_seconds,
@@ -34,7 +36,7 @@ from offline_diffusion.data.sources import SourceExpander
 from offline_diffusion.data.values import ValueFault, show, to_float
 from offline_diffusion.errors import TraceError
 
-TIMESTAMP, SLO, WEIGHT = "timestamp", "slo_ms", "weight"
+TIMESTAMP, WEIGHT = "timestamp", "weight"
 HEADERS = (TIMESTAMP, GENTD26_TIME)
 """Columns that tell a header from a line of text, beside that of the prompt."""
 
@@ -94,18 +96,30 @@ class Trace:
         kept = [r for r in self.requests if start <= r.arrival < end]
         return replace(self, requests=[replace(r, arrival=r.arrival - start) for r in kept])
 
+    def first(self, count: int) -> Trace:
+        """The ``count`` requests that arrive first."""
+        return replace(self, requests=self.requests[:count])
+
     def sped_up(self, factor: float) -> Trace:
         """All arrivals ``factor`` times as fast."""
         return replace(self, requests=[replace(r, arrival=r.arrival / factor) for r in self.requests])
 
 
-def read_trace(source: str, draws: Draws | None = None, *, limit: int | None = None, seed: int = 0) -> Trace:
+def read_trace(
+    source: str,
+    draws: Draws | None = None,
+    *,
+    limit: int | None = None,
+    num_drawn: int = DEFAULT_NUM_DRAWN,
+    seed: int = 0,
+) -> Trace:
     """Reads a trace of any known format.
 
     Args:
         source: A file, or whatever else ``offdiff run`` takes for a manifest.
         draws: Fills in what the trace does not say.
         limit: Take only so many requests; of a mixture, draw so many.
+        num_drawn: Of a mixture without a limit.
         seed: Of the draw from a mixture.
 
     Raises:
@@ -121,7 +135,7 @@ def read_trace(source: str, draws: Draws | None = None, *, limit: int | None = N
                 break
             reading.take(reader.name, record)
     if reading.weights:
-        return _drawn(reading, draws, limit, seed)
+        return _drawn(reading, draws, num_drawn if limit is None else limit, seed)
     return reading.finish()
 
 
@@ -215,7 +229,7 @@ class _Reading:
                 return parsed
             values = parsed
         if GENTD26_TIME in values:
-            if self._draws.sizes is None:
+            if self._draws.sizes is None and not has_size(values):
                 self._draws.sizes = Mixture.default()
                 self.notes.append(DRAWN_SIZES_NOTE)
             return gentd26_values(values, self._draws)
@@ -291,10 +305,9 @@ class _Reading:
         return Trace(self.source, requests, self.faults, has_times, self.notes)
 
 
-def _drawn(reading: _Reading, draws: Draws, limit: int | None, seed: int) -> Trace:
+def _drawn(reading: _Reading, draws: Draws, count: int, seed: int) -> Trace:
     """Requests drawn from a mixture; no times."""
     mixture = reading.mixture()
-    count = DEFAULT_NUM_DRAWN if limit is None else limit
     requests = []
     for number, index in enumerate(mixture.draw(count, seed)):
         kind = reading.found[index]

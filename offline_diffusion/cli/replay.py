@@ -82,7 +82,11 @@ def _window(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     metavar="START:END",
     help="Only what arrives within, in seconds of the trace from its first request on; before --speed.",
 )
-@job_option("--limit", "Use the first N requests only; of a mixture, draw N (else 100).", metavar="N")
+@job_option(
+    "--limit",
+    "Use the first N requests only, after --window; of a mixture, draw N (else 100).",
+    metavar="N",
+)
 @click.option(
     "--sizes", metavar="FILE", help="For requests without a size: JSON list of weighted kinds of requests."
 )
@@ -219,12 +223,15 @@ def _make_room(page: Path) -> None:
 
 def _read(config: JobConfig, given: Mapping[str, Any]) -> Trace:
     from offline_diffusion.bench.draws import Draws
-    from offline_diffusion.bench.trace import read_mixture, read_trace
+    from offline_diffusion.bench.trace import DEFAULT_NUM_DRAWN, read_mixture, read_trace
 
     sizes = read_mixture(given["sizes"]) if given["sizes"] else None
     prompts = _prompts(given["prompts"]) if given["prompts"] else ()
     draws = Draws(config.seed, sizes=sizes, prompts=prompts)
-    trace = read_trace(given["trace"], draws, limit=config.limit, seed=config.seed)
+    limit, num_drawn = config.limit, DEFAULT_NUM_DRAWN if config.limit is None else config.limit
+    # What lies before a window must be read to find it.
+    first = limit if given["window"] is None else None
+    trace = read_trace(given["trace"], draws, limit=first, num_drawn=num_drawn, seed=config.seed)
     kind = given["arrivals"]
     if kind in ARRIVAL_KINDS:
         trace = trace.at(kind, given["request_rate"], seed=config.seed, burstiness=given["burstiness"])
@@ -237,6 +244,7 @@ def _read(config: JobConfig, given: Mapping[str, Any]) -> Trace:
         trace = trace.window(*given["window"])
         if not trace.requests:
             raise ConfigError(f"{trace.source}: nothing arrives within --window")
+        trace = trace if limit is None else trace.first(limit)
     return trace.sped_up(given["speed"])
 
 

@@ -238,6 +238,20 @@ def test_gentd26(tmp_path: Path) -> None:
     assert again == trace
 
 
+def test_a_file_with_gmt_create_keeps_what_it_says_itself(tmp_path: Path) -> None:
+    header = "gmt_create,prompt,negative_prompt,size,seed,slo_ms,num_inference_steps,num_lora"
+    rows = ["2024-11-15 16:57:50,an owl,blurry,64x32,7,900,9,2", "2024-11-15 16:57:51,,,,,,,"]
+    trace = read_trace(written(tmp_path, "t.csv", "\n".join([header, *rows])))
+    own, drawn = trace.requests
+    params = own.row.params
+    assert (own.row.prompt, params.negative_prompt, own.slo_ms) == ("an owl", "blurry", 900)
+    assert (params.width, params.height, params.seed, params.num_inference_steps) == (64, 32, 7, 9)
+    assert len(drawn.row.prompt.split()) > 1
+    assert drawn.row.params.width in {side for side, *_ in DEFAULT_SIZES}
+    whole = read_trace(written(tmp_path, "whole.csv", "\n".join([header, rows[0]])))
+    assert not whole.notes
+
+
 @pytest.mark.parametrize(
     ("row", "column"),
     [

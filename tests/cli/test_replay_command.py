@@ -87,6 +87,8 @@ def test_times_windows_and_speed(trace: str) -> None:
     assert fast["offered_qps"] == pytest.approx(3 / 0.2)
     assert fast["facts"]["window"] == "1 s to 4 s"
     assert simulated(trace, "--limit", "2")["completed_requests"] == 2
+    late = simulated(trace, "--limit", "2", "--window", "3:")
+    assert (late["completed_requests"], late["offered_qps"]) == (2, pytest.approx(2 / 1))
     closed = simulated(trace, "--arrivals", "closed", "--max-concurrency", "1")
     assert closed["queue_mean"] == 0
     assert closed["mean_batch_images"] == 1
