@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 MODEL_OPTIONS = ("model", "revision", "device", "dtype", "attention_backend", "quantization")
 """Options of an engine that its model is loaded with."""
 
+CHECKPOINT_OPTIONS = ("model", "revision")
+"""Of these, those that say which model it is."""
+
 WARM_UP_STEPS = 2
 FIRST_WARM_UP_ROW = 10**12
 """No trace has so many rows."""
@@ -247,7 +250,7 @@ def modes_of(base: EngineConfig, named: Mapping[str, Any], source: str) -> dict[
         source: Where they come from, for the message.
 
     Raises:
-        ConfigError: A mode is no mapping of options, or a value is not allowed.
+        ConfigError: A mode is no mapping of options, a value is not allowed, or it names another model.
     """
     modes = {}
     common = {name: getattr(base, name) for name in EngineConfig.model_fields}
@@ -255,10 +258,30 @@ def modes_of(base: EngineConfig, named: Mapping[str, Any], source: str) -> dict[
         if not isinstance(own, dict | None):
             raise ConfigError(f"{source}: {name} must hold a mapping of engine options, got {own!r}")
         given = {str(key).replace("-", "_"): value for key, value in (own or {}).items()}
+        if other := [key for key in CHECKPOINT_OPTIONS if key in given]:
+            raise ConfigError(
+                f"{source}: {name}: {other[0]} is the same for all modes: a replay is of one model",
+                hint="give it on the command line, and replay once a model",
+            )
         modes[name] = make_options(EngineConfig, {**common, **given}, source=f"{source}: {name}")
     if not modes:
         raise ConfigError(f"{source}: names no mode", hint="such as: packed: {scheduling_policy: pack}")
     return modes
+
+
+def check_one_cost(modes: Mapping[str, EngineConfig], base: EngineConfig) -> None:
+    """Refuses to simulate a mode whose model is loaded otherwise than ``base`` says: that has its own cost.
+
+    Raises:
+        ConfigError: With the mode and the option.
+    """
+    for name, config in modes.items():
+        for option in MODEL_OPTIONS:
+            if (value := getattr(config, option)) != getattr(base, option):
+                raise ConfigError(
+                    f"mode {name}: {option} {value} cannot be simulated beside others, which cost otherwise",
+                    hint=f"simulate it by itself, with --{option.replace('_', '-')} {value}",
+                )
 
 
 def _with_budget(config: EngineConfig, budget: int | None) -> EngineConfig:

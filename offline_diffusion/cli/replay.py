@@ -172,7 +172,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         observer=done.__setitem__,
     )
     facts = _facts(given, trace, requests, faults)
-    modes = _modes(config, given["compare"], capabilities)
+    modes = _modes(config, given["compare"], capabilities, simulate=given["simulate"])
     with ticking(partial(_describe, done, len(requests))):
         if given["simulate"]:
             runs, failure = _collected(_simulated(session, config, modes, capabilities, given, facts))
@@ -280,8 +280,10 @@ def _resolve(config: JobConfig, trace: Trace) -> tuple[Capabilities, list[Replay
     return capabilities, requests, faults
 
 
-def _modes(config: JobConfig, compare: Path | None, capabilities: Capabilities) -> dict[str, EngineConfig]:
-    from offline_diffusion.bench.session import check_modes, modes_of
+def _modes(
+    config: JobConfig, compare: Path | None, capabilities: Capabilities, *, simulate: bool
+) -> dict[str, EngineConfig]:
+    from offline_diffusion.bench.session import check_modes, check_one_cost, modes_of
 
     base = EngineConfig(**{name: getattr(config, name) for name in EngineConfig.model_fields})
     if compare is None:
@@ -289,6 +291,8 @@ def _modes(config: JobConfig, compare: Path | None, capabilities: Capabilities) 
     else:
         modes = modes_of(base, read_job_file(compare), source=str(compare))
     check_modes(modes, capabilities)
+    if simulate:
+        check_one_cost(modes, base)
     return modes
 
 

@@ -14,6 +14,7 @@ from offline_diffusion.bench.report import Report
 from offline_diffusion.bench.session import (
     WARM_UP_STEPS,
     Session,
+    check_one_cost,
     modes_of,
     options_of,
     warm_ups_of,
@@ -115,6 +116,8 @@ def test_modes_take_the_place_of_the_command_lines_options() -> None:
     [
         ({"a": {"max_num_seq": 1}}, "m.yaml: a: unknown option 'max_num_seq'"),
         ({"a": {"max_num_seqs": 0}}, "m.yaml: a: "),
+        ({"a": {"model": "other"}}, "m.yaml: a: model is the same for all modes"),
+        ({"a": {"revision": "v2"}}, "m.yaml: a: revision is the same for all modes"),
         ({"a": [1]}, "a must hold a mapping"),
         ({}, "names no mode"),
     ],
@@ -122,6 +125,17 @@ def test_modes_take_the_place_of_the_command_lines_options() -> None:
 def test_a_faulty_mode_is_refused(named: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         modes_of(EngineConfig(), named, "m.yaml")
+
+
+@pytest.mark.parametrize("option", [{"quantization": "int8"}, {"dtype": "float32"}])
+def test_a_mode_whose_steps_cost_otherwise_is_not_simulated(option: dict[str, Any]) -> None:
+    base = EngineConfig()
+    check_one_cost(modes_of(base, {"serial": {"max_num_seqs": 1}, "packed": None}, "m.yaml"), base)
+    [[name, value]] = option.items()
+    with pytest.raises(ConfigError, match=f"mode b: {name} {value} cannot be simulated beside"):
+        check_one_cost(modes_of(base, {"a": None, "b": option}, "m.yaml"), base)
+    same = EngineConfig(**option)
+    check_one_cost(modes_of(same, {"a": None, "b": option}, "m.yaml"), same)
 
 
 def test_no_mode_runs_when_the_family_cannot_do_a_later_one() -> None:

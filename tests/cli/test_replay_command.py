@@ -80,6 +80,13 @@ def test_a_page_that_cannot_be_written_is_refused_at_start(trace: str, tmp_path:
         assert f"--html {page}: " in result.stderr
 
 
+def test_a_simulation_refuses_modes_of_unlike_costs(trace: str, tmp_path: Path) -> None:
+    modes = tmp_path / "modes.yaml"
+    modes.write_text("plain:\nsmall: {quantization: int8}\n")
+    result = replay(trace, "--simulate", "--compare", str(modes), code=2)
+    assert "mode small: quantization int8 cannot be simulated" in result.stderr
+
+
 def test_times_windows_and_speed(trace: str) -> None:
     assert simulated(trace)["offered_qps"] == pytest.approx(6 / 5)
     fast = simulated(trace, "--speed", "10", "--window", "1:4")
