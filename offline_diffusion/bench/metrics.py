@@ -24,9 +24,13 @@ def summarize(replayed: Replayed, *, slo_scale: float = DEFAULT_SLO_SCALE) -> Nu
     Latencies are in seconds and of requests that came through; percentiles interpolate linearly. A number
     over nothing is None. ``goodput_qps`` counts requests that kept their SLO, ``step_fill`` is the mean share
     of the token budget in use, ``device_busy_share`` that of the duration in denoise steps.
+
+    After an early end there are counts and rates, but no latencies and no SLO attainment: those that were
+    done by then are the quick ones.
     """
     records, duration = replayed.records, replayed.duration
     done = [record for record in records if record.is_ok]
+    told = [] if replayed.stopped else done
     num_images = sum(record.num_images for record in done)
     spans = replayed.spans
     num_steps = sum(span.num_steps for span in spans)
@@ -36,17 +40,18 @@ def summarize(replayed: Replayed, *, slo_scale: float = DEFAULT_SLO_SCALE) -> Nu
         "duration": duration,
         "completed_requests": len(done),
         "failed_requests": len(records) - len(done),
+        "unfinished_requests": replayed.num_unfinished,
         "throughput_qps": _ratio(len(done), duration),
-        "offered_qps": _ratio(len(records), last_arrival),
+        "offered_qps": None if replayed.stopped else _ratio(len(records), last_arrival),
         "images_per_s": _ratio(num_images, duration),
         "num_images": num_images,
-        **_spread("latency", [record.latency for record in done]),
-        "latency_median": _percentile([record.latency for record in done], 50),
-        **_spread("queue", [record.queue for record in done]),
-        **_slo(records, duration, slo_scale),
+        **_spread("latency", [record.latency for record in told]),
+        "latency_median": _percentile([record.latency for record in told], 50),
+        **_spread("queue", [record.queue for record in told]),
+        **_slo(records, duration, slo_scale, stopped=replayed.stopped),
         **_memory(done),
-        **_stages(done),
-        "size_classes": size_classes(records),
+        **_stages(told),
+        "size_classes": size_classes(records, stopped=replayed.stopped),
         "num_steps": num_steps,
         "mean_batch_images": _ratio(sum(span.num_images for span in spans), num_steps),
         "step_fill": _ratio(sum(s.num_tokens for s in spans), sum(s.budget_tokens for s in spans)),
@@ -58,20 +63,21 @@ def summarize(replayed: Replayed, *, slo_scale: float = DEFAULT_SLO_SCALE) -> Nu
     }
 
 
-def size_classes(records: Iterable[RequestRecord]) -> dict[str, Numbers]:
-    """Latency, queue time and SLO of each ``WIDTHxHEIGHT``, the smallest first."""
+def size_classes(records: Iterable[RequestRecord], *, stopped: bool = False) -> dict[str, Numbers]:
+    """Latency, queue time and SLO of each ``WIDTHxHEIGHT``, the smallest first; ``stopped``: counts only."""
     groups: dict[tuple[int, str], list[RequestRecord]] = {}
     for record in records:
         groups.setdefault((record.width * record.height, record.size_class), []).append(record)
     classes = {}
     for (_, name), members in sorted(groups.items()):
         done = [record for record in members if record.is_ok]
+        told = [] if stopped else done
         classes[name] = {
             "completed_requests": len(done),
             "failed_requests": len(members) - len(done),
-            **_spread("latency", [record.latency for record in done]),
-            "queue_mean": _mean([record.queue for record in done]),
-            "slo_attainment_rate": slo_attainment(members),
+            **_spread("latency", [record.latency for record in told]),
+            "queue_mean": _mean([record.queue for record in told]),
+            "slo_attainment_rate": None if stopped else slo_attainment(members),
         }
     return classes
 
@@ -119,9 +125,9 @@ def over_time(
     ]
 
 
-def _slo(records: Sequence[RequestRecord], duration: float, scale: float) -> Numbers:
+def _slo(records: Sequence[RequestRecord], duration: float, scale: float, *, stopped: bool) -> Numbers:
     num_met = sum(record.met_slo for record in records)
-    rate = slo_attainment(records)
+    rate = None if stopped else slo_attainment(records)
     return {
         "slo_attainment_rate": rate,
         "slo_met_success": num_met,

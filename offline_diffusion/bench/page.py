@@ -54,7 +54,7 @@ def page(report: Report) -> str:
     facts = "".join(
         f'<p class="facts">{escape(name)}: {escape(text)}</p>' for name, text in report.facts.items()
     )
-    summary = _table(["", *(run.name for run in runs)], summary_rows(runs))
+    summary = _table(["", *(run.title for run in runs)], summary_rows(runs))
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="facts">model: {escape(report.model)}</p>{facts}',
@@ -73,7 +73,7 @@ def _run_section(run: Run) -> str:
     options = ", ".join(f"{name}={value}" for name, value in run.options.items()) or "all by default"
     charts = "".join(map(str, [*_over_time(run), _timeline(run)]))
     return (
-        f"<h2>{escape(run.name)}</h2>"
+        f"<h2>{escape(run.title)}</h2>"
         f'<p class="facts">engine options: {escape(options)}</p>'
         f"{_table(SIZE_HEADER, size_rows(run))}"
         f'<div class="charts">{charts}</div>'
@@ -96,7 +96,7 @@ def _done(run: Run) -> list[RequestRecord]:
 def _series(runs: Sequence[Run]) -> list[tuple[str, list[RequestRecord]]]:
     """Of several runs each, of a single one each size class."""
     if len(runs) > 1:
-        return [(run.name, _done(run)) for run in runs]
+        return [(run.title, _done(run)) for run in runs]
     groups: dict[str, list[RequestRecord]] = {name: [] for name in _classes(runs[0])}
     for record in _done(runs[0]):
         groups[record.size_class if record.size_class in groups else OTHERS].append(record)
@@ -114,11 +114,16 @@ def _classes(run: Run) -> list[str]:
 
 
 def _curves(runs: Sequence[Run]) -> str:
-    """The share of requests that were done within a time."""
-    series = [(name, sorted(r.latency for r in records)) for name, records in _series(runs) if records]
-    longest = max((latencies[-1] for _, latencies in series), default=0.0)
+    """The share of requests that were done within a time; a run that was ended early has no such shares."""
+    is_whole = [not run.replayed.stopped for run in runs]
+    series = [
+        (index, name, sorted(r.latency for r in records))
+        for index, (name, records) in enumerate(_series(runs))
+        if records and is_whole[index if len(runs) > 1 else 0]
+    ]
+    longest = max((latencies[-1] for *_, latencies in series), default=0.0)
     chart = Chart("Done within", "latency, s", "share of requests", longest, 1.0, percent=True)
-    for index, (name, latencies) in enumerate(series):
+    for index, name, latencies in series:
         last = len(latencies) - 1
         count = min(MAX_CURVE_POINTS, len(latencies))
         places = [round(step * last / max(1, count - 1)) for step in range(count)]

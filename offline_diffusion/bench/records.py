@@ -106,7 +106,7 @@ class Replayed:
         duration: Seconds from the start to the last image.
         device_s: Of these the device was in denoise steps.
         energy_j: What the device took, in joules; None where it does not tell.
-        stopped: Whether it was ended early; only what was finished is in ``records`` then.
+        num_unfinished: Requests that an early end left over; they are not in ``records``.
         num_devices: That shared the work; ``device_s`` is of all of them.
     """
 
@@ -115,5 +115,10 @@ class Replayed:
     duration: float = 0.0
     device_s: float = 0.0
     energy_j: float | None = None
-    stopped: bool = False
+    num_unfinished: int = 0
     num_devices: int = 1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was ended early."""
+        return self.num_unfinished > 0

@@ -19,7 +19,8 @@ from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.request import Request, RequestOutput
 
 MAX_QUEUED = 256
-"""Images that wait in the engine, as many as a policy looks at; the others wait before it."""
+"""Images that wait in the engine, the others before it: as many as ``pack`` looks at. ``shortest`` and
+``deadline``, which look at all that wait, choose among these only when more are at hand."""
 
 
 MAX_SLEEP_S = 0.2
@@ -67,6 +68,9 @@ class ReplayEngine(Protocol):
     def add_request(self, request: Request, *, arrival: float) -> None: ...
 
     def step(self) -> list[RequestOutput]: ...
+
+    def reset_peak_memory(self) -> None:
+        """From now on peaks of memory are those of what comes."""
 
 
 @dataclass(slots=True)
@@ -158,15 +162,13 @@ class Replay:
                 self._step()
             elif coming:
                 self.clock.wait_until(self._time_of(coming[0][0]))
-        stopped = bool(coming or self._in_flight)
-        if stopped:
-            records = [record for record in records if record.finished is not None]
+        finished = [record for record in records if record.finished is not None]
         return Replayed(
-            records,
+            finished,
             self._spans,
             duration=self._now(),
             device_s=self.engine.stats.device_s - busy_before,
-            stopped=stopped,
+            num_unfinished=len(records) - len(finished),
         )
 
     def _now(self) -> float:

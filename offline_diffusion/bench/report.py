@@ -30,6 +30,15 @@ class Run:
     replayed: Replayed
     numbers: Numbers
 
+    @property
+    def title(self) -> str:
+        """Its name, marked where it was ended early: ``packed (stopped early, 5 of 100)``."""
+        if not self.replayed.stopped:
+            return self.name
+        num_finished = len(self.replayed.records)
+        num_asked = num_finished + self.replayed.num_unfinished
+        return f"{self.name} (stopped early, {num_finished:,} of {num_asked:,})"
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -96,6 +105,7 @@ Show = Callable[[float | None], str]
 ROWS: Sequence[tuple[str, str, Show]] = (
     ("requests done", "completed_requests", number),
     ("requests failed", "failed_requests", number),
+    ("requests unfinished", "unfinished_requests", number),
     ("duration", "duration", seconds),
     ("offered, requests/s", "offered_qps", number),
     ("throughput, requests/s", "throughput_qps", number),
@@ -116,7 +126,10 @@ ROWS: Sequence[tuple[str, str, Show]] = (
 )
 """Of the summary: label, name of the number, how it is written."""
 
-OPTIONAL = {"requests failed", "goodput, requests/s", "SLO kept", "energy an image, J", "peak memory, MB"}
+OPTIONAL = {
+    *("requests failed", "requests unfinished", "goodput, requests/s", "SLO kept"),
+    *("energy an image, J", "peak memory, MB"),
+}
 """Left out where no run has any of them."""
 
 

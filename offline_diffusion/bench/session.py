@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from offline_diffusion.bench.energy import JOULES, energy_meter
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 MODEL_OPTIONS = ("model", "revision", "device", "dtype", "attention_backend", "quantization")
 """Options of an engine that its model is loaded with."""
 
+CHECKPOINT_OPTIONS = ("model", "revision")
+"""Of these, those that say which model it is."""
+
 WARM_UP_STEPS = 2
 FIRST_WARM_UP_ROW = 10**12
 """No trace has so many rows."""
@@ -41,8 +44,9 @@ class Session:
     Args:
         requests: In order of arrival.
         closed_loop, max_concurrency: See `replay.Replay`.
-        slo_scale: Requests without an SLO get so many times what is expected of their size and steps, from
-            the warm-up of the first run: vLLM-Omni's rule.
+        slo_scale: Requests without an SLO get so many times what is expected of their size and steps:
+            vLLM-Omni's rule.
+        slo_unit_ms: What is expected of a unit of work; None takes it from the warm-up of the first run.
         num_warm_ups: Requests before each run, of different sizes, one after the other, with
             `WARM_UP_STEPS` steps.
         stopped: Asked between steps whether to end.
@@ -53,10 +57,10 @@ class Session:
     closed_loop: bool = False
     max_concurrency: int | None = None
     slo_scale: float = DEFAULT_SLO_SCALE
+    slo_unit_ms: float | None = None
     num_warm_ups: int = DEFAULT_NUM_WARM_UPS
     stopped: Callable[[], bool] = lambda: False
     observer: Observer = lambda _name, _count: None
-    _slo_unit_ms: float | None = field(default=None, init=False)
 
     def replay(
         self,
@@ -83,8 +87,9 @@ class Session:
     ) -> Replayed:
         warm_ups = warm_ups_of(self.requests, self.num_warm_ups)
         warm = Replay(engine, clock, closed_loop=True, max_concurrency=1).run(warm_ups)
-        if self._slo_unit_ms is None:
-            self._slo_unit_ms = slo_unit_ms(warm.records)
+        if self.slo_unit_ms is None:
+            self.slo_unit_ms = slo_unit_ms(warm.records)
+        engine.reset_peak_memory()  # or the memory of an earlier run counts, and of measuring the budget
         replay = Replay(
             engine,
             clock,
@@ -94,7 +99,7 @@ class Session:
             observer=lambda count: self.observer(name, count),
         )
         before = joules() if joules is not None else 0.0
-        replayed = replay.run(with_slos(requests, self._slo_unit_ms, self.slo_scale))
+        replayed = replay.run(with_slos(requests, self.slo_unit_ms, self.slo_scale))
         if joules is not None:
             replayed.energy_j = joules() - before
         return replayed
@@ -127,8 +132,8 @@ class Session:
                 model, budget = None, None
                 gc.collect()  # two models at once may not fit
                 model = (load or load_model)(config)
+                check_modes(modes, model.capabilities)
             last = config
-            check_mode(config, model.capabilities)
             engine = Engine(model, _with_budget(config, budget))
             budget = budget or engine.scheduler.max_num_batched_tokens
             on_gpu = model.device.type == "cuda"
@@ -159,8 +164,8 @@ class Session:
             max_num_batched_tokens: Where the options say nothing.
             num_replicas: Engines that are dealt the requests in turn, each with a queue of its own.
         """
+        check_modes(modes, capabilities)
         for name, config in modes.items():
-            check_mode(config, capabilities)
             parts = []
             for replica in range(num_replicas):
                 clock = SimulatedClock()
@@ -169,6 +174,19 @@ class Session:
             yield self.finish(name, options_of(config), joined(parts))
             if self.stopped():
                 return
+
+
+def check_modes(modes: Mapping[str, EngineConfig], capabilities: Capabilities) -> None:
+    """Refuses all runs when the family cannot do one of them.
+
+    Raises:
+        ConfigError: With the mode and the reason.
+    """
+    for name, config in modes.items():
+        try:
+            check_mode(config, capabilities)
+        except ConfigError as error:
+            raise ConfigError(f"mode {name}: {error.message}", hint=error.hint) from None
 
 
 def warm_ups_of(requests: Sequence[ReplayRequest], count: int) -> list[ReplayRequest]:
@@ -208,7 +226,7 @@ def joined(parts: Sequence[Replayed]) -> Replayed:
         sorted((span for part in parts for span in part.spans), key=lambda span: span.start),
         duration=max(part.duration for part in parts),
         device_s=math.fsum(part.device_s for part in parts),
-        stopped=any(part.stopped for part in parts),
+        num_unfinished=sum(part.num_unfinished for part in parts),
         num_devices=len(parts),
     )
 
@@ -232,7 +250,7 @@ def modes_of(base: EngineConfig, named: Mapping[str, Any], source: str) -> dict[
         source: Where they come from, for the message.
 
     Raises:
-        ConfigError: A mode is no mapping of options, or a value is not allowed.
+        ConfigError: A mode is no mapping of options, a value is not allowed, or it names another model.
     """
     modes = {}
     common = {name: getattr(base, name) for name in EngineConfig.model_fields}
@@ -240,10 +258,30 @@ def modes_of(base: EngineConfig, named: Mapping[str, Any], source: str) -> dict[
         if not isinstance(own, dict | None):
             raise ConfigError(f"{source}: {name} must hold a mapping of engine options, got {own!r}")
         given = {str(key).replace("-", "_"): value for key, value in (own or {}).items()}
+        if other := [key for key in CHECKPOINT_OPTIONS if key in given]:
+            raise ConfigError(
+                f"{source}: {name}: {other[0]} is the same for all modes: a replay is of one model",
+                hint="give it on the command line, and replay once a model",
+            )
         modes[name] = make_options(EngineConfig, {**common, **given}, source=f"{source}: {name}")
     if not modes:
         raise ConfigError(f"{source}: names no mode", hint="such as: packed: {scheduling_policy: pack}")
     return modes
+
+
+def check_one_cost(modes: Mapping[str, EngineConfig], base: EngineConfig) -> None:
+    """Refuses to simulate a mode whose model is loaded otherwise than ``base`` says: that has its own cost.
+
+    Raises:
+        ConfigError: With the mode and the option.
+    """
+    for name, config in modes.items():
+        for option in MODEL_OPTIONS:
+            if (value := getattr(config, option)) != getattr(base, option):
+                raise ConfigError(
+                    f"mode {name}: {option} {value} cannot be simulated beside others, which cost otherwise",
+                    hint=f"simulate it by itself, with --{option.replace('_', '-')} {value}",
+                )
 
 
 def _with_budget(config: EngineConfig, budget: int | None) -> EngineConfig:

@@ -110,6 +110,9 @@ class SimulatedEngine:
         """Whether any image waits or runs."""
         return bool(self._images)
 
+    def reset_peak_memory(self) -> None:
+        """It has no memory."""
+
     def add_request(self, request: Request, *, arrival: float) -> None:
         """Queues an image that was asked for at ``arrival``; text tokens are guessed from its bytes."""
         texts = [request.prompt] + ([request.negative_prompt or ""] if request.cfg_active else [])

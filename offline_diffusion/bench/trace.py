@@ -17,7 +17,10 @@ from offline_diffusion.bench.draws import Draws, Mixture
 from offline_diffusion.bench.trace_formats import (
     GENTD26_TIME,
     REQUEST_LINE,
+    SLO,
     gentd26_values,
+    has_size,
+    is_date,
     parse_request_line,
     to_seconds,
     to_slo,
@@ -33,7 +36,7 @@ from offline_diffusion.data.sources import SourceExpander
 from offline_diffusion.data.values import ValueFault, show, to_float
 from offline_diffusion.errors import TraceError
 
-TIMESTAMP, SLO, WEIGHT = "timestamp", "slo_ms", "weight"
+TIMESTAMP, WEIGHT = "timestamp", "weight"
 HEADERS = (TIMESTAMP, GENTD26_TIME)
 """Columns that tell a header from a line of text, beside that of the prompt."""
 
@@ -93,18 +96,30 @@ class Trace:
         kept = [r for r in self.requests if start <= r.arrival < end]
         return replace(self, requests=[replace(r, arrival=r.arrival - start) for r in kept])
 
+    def first(self, count: int) -> Trace:
+        """The ``count`` requests that arrive first."""
+        return replace(self, requests=self.requests[:count])
+
     def sped_up(self, factor: float) -> Trace:
         """All arrivals ``factor`` times as fast."""
         return replace(self, requests=[replace(r, arrival=r.arrival / factor) for r in self.requests])
 
 
-def read_trace(source: str, draws: Draws | None = None, *, limit: int | None = None, seed: int = 0) -> Trace:
+def read_trace(
+    source: str,
+    draws: Draws | None = None,
+    *,
+    limit: int | None = None,
+    num_drawn: int = DEFAULT_NUM_DRAWN,
+    seed: int = 0,
+) -> Trace:
     """Reads a trace of any known format.
 
     Args:
         source: A file, or whatever else ``offdiff run`` takes for a manifest.
         draws: Fills in what the trace does not say.
         limit: Take only so many requests; of a mixture, draw so many.
+        num_drawn: Of a mixture without a limit.
         seed: Of the draw from a mixture.
 
     Raises:
@@ -120,7 +135,7 @@ def read_trace(source: str, draws: Draws | None = None, *, limit: int | None = N
                 break
             reading.take(reader.name, record)
     if reading.weights:
-        return _drawn(reading, draws, limit, seed)
+        return _drawn(reading, draws, num_drawn if limit is None else limit, seed)
     return reading.finish()
 
 
@@ -183,6 +198,7 @@ class _Reading:
         self.notes, self._draws = notes, draws
         self._builder = RowBuilder(COLUMN_MAP, [])  # its notes are of columns that are carried, none is here
         self._has_request_lines: bool | None = None
+        self._has_dates: bool | None = None
         self._has_prompt = False  # the row that is being built
         self._num_rows = 0
 
@@ -213,7 +229,7 @@ class _Reading:
                 return parsed
             values = parsed
         if GENTD26_TIME in values:
-            if self._draws.sizes is None:
+            if self._draws.sizes is None and not has_size(values):
                 self._draws.sizes = Mixture.default()
                 self.notes.append(DRAWN_SIZES_NOTE)
             return gentd26_values(values, self._draws)
@@ -226,15 +242,29 @@ class _Reading:
         frames = _converted(carried, NO_VIDEO, to_float)
         if frames is not None and frames > 1:
             raise _Fault(NO_VIDEO, show(carried[NO_VIDEO]), "is a video: only images are drawn")
-        time_column = GENTD26_TIME if GENTD26_TIME in carried else TIMESTAMP
         found = _Found(
             self._draws.with_size(replace(row, carried={})),
-            _converted(carried, time_column, to_seconds),
+            self._time(carried),
             _converted(carried, SLO, to_slo),
         )
         if WEIGHT in carried and found.time is None and not self._has_prompt:
             self.weights.append(_converted(carried, WEIGHT, to_slo) or 0.0)
         self.found.append(found)
+
+    def _time(self, carried: Any) -> float | None:
+        """Of a row; the kind of the first one decides, for numbers and dates have no zero in common."""
+        column = GENTD26_TIME if GENTD26_TIME in carried else TIMESTAMP
+        time = _converted(carried, column, to_seconds)
+        if time is None:
+            return None
+        value = carried[column]
+        has_date = is_date(value)
+        if self._has_dates is None:
+            self._has_dates = has_date
+        if has_date is not self._has_dates:
+            kinds = ("a date", "seconds") if has_date else ("seconds", "a date")
+            raise _Fault(column, show(value), "is {}, but the first time of the trace is {}".format(*kinds))
+        return time
 
     def mixture(self) -> Mixture:
         """Of all that has weights.
@@ -275,10 +305,9 @@ class _Reading:
         return Trace(self.source, requests, self.faults, has_times, self.notes)
 
 
-def _drawn(reading: _Reading, draws: Draws, limit: int | None, seed: int) -> Trace:
+def _drawn(reading: _Reading, draws: Draws, count: int, seed: int) -> Trace:
     """Requests drawn from a mixture; no times."""
     mixture = reading.mixture()
-    count = DEFAULT_NUM_DRAWN if limit is None else limit
     requests = []
     for number, index in enumerate(mixture.draw(count, seed)):
         kind = reading.found[index]

@@ -10,12 +10,13 @@ from typing import Any
 import pyarrow as pa
 
 from offline_diffusion.bench.draws import WORDS, Draws
-from offline_diffusion.data.columns import names_prompt
+from offline_diffusion.data.columns import KNOWN_COLUMNS, SIZE, names_prompt
 from offline_diffusion.data.readers.base import BrokenRecord
 from offline_diffusion.data.values import ValueFault, show, to_float, to_integer
 
 REQUEST_LINE = "Request("
 GENTD26_TIME = "gmt_create"
+SLO = "slo_ms"
 MAX_PROMPT_WORDS = 100_000
 
 Values = dict[str, Any] | BrokenRecord
@@ -92,18 +93,29 @@ def gentd26_values(values: dict[str, Any], draws: Draws) -> Values:
     """A row of GenTD26's ``lora_request_trace.csv``, which has neither prompts nor sizes.
 
     Its lengths are taken for words. Of a column that is blank the request says nothing; a blank length of
-    the negative prompt is no negative prompt. What the service did with a request is left out.
+    the negative prompt is no negative prompt. What the service did with a request is left out; what a row
+    says itself, in columns of a manifest or `SLO`, is kept.
     """
-    kept = {name: values.get(name) for name in (GENTD26_TIME, "num_images_per_prompt", "num_inference_steps")}
+    kept = {name: value for name, value in values.items() if value is not None and _is_asked_for(name)}
     try:
-        length = _num_words(values, column := "prompt_length")
-        negative = _num_words(values, column := "negative_prompt_length")
+        if not any(map(names_prompt, kept)):
+            kept["prompt"] = draws.prompt(_num_words(values, column := "prompt_length"))
+        if "negative_prompt" not in kept:
+            length = _num_words(values, column := "negative_prompt_length")
+            if length is not None:
+                kept["negative_prompt"] = " ".join(WORDS[index % len(WORDS)] for index in range(length))
     except ValueFault as fault:
         return BrokenRecord(str(fault), show(values.get(column)), column)
-    kept["prompt"] = draws.prompt(length)
-    if negative is not None:
-        kept["negative_prompt"] = " ".join(WORDS[index % len(WORDS)] for index in range(negative))
-    return kept
+    return {GENTD26_TIME: values.get(GENTD26_TIME), **kept}
+
+
+def _is_asked_for(column: str) -> bool:
+    return names_prompt(column) or column in KNOWN_COLUMNS or column in (SIZE, SLO)
+
+
+def has_size(values: dict[str, Any]) -> bool:
+    """Whether a row says how large, in part at least."""
+    return any(values.get(name) is not None for name in ("height", "width", SIZE))
 
 
 def _num_words(values: dict[str, Any], column: str) -> int | None:
@@ -139,6 +151,13 @@ def to_seconds(value: Any) -> float:
         return to_float(value)
     except ValueFault:
         raise ValueFault("must be seconds or a date with a time, such as 2024-11-15 16:57:50") from None
+
+
+def is_date(value: Any) -> bool:
+    """Whether a time is a date; else it is seconds from a zero that nobody knows."""
+    if isinstance(value, str):
+        return _instant(value.strip()) is not None
+    return isinstance(value, pa.TimestampScalar | dt.datetime)
 
 
 _UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}

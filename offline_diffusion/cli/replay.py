@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -81,7 +82,11 @@ def _window(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     metavar="START:END",
     help="Only what arrives within, in seconds of the trace from its first request on; before --speed.",
 )
-@job_option("--limit", "Use the first N requests only; of a mixture, draw N (else 100).", metavar="N")
+@job_option(
+    "--limit",
+    "Use the first N requests only, after --window; of a mixture, draw N (else 100).",
+    metavar="N",
+)
 @click.option(
     "--sizes", metavar="FILE", help="For requests without a size: JSON list of weighted kinds of requests."
 )
@@ -167,14 +172,18 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         observer=done.__setitem__,
     )
     facts = _facts(given, trace, requests, faults)
-    modes = _modes(config, given["compare"], capabilities)
+    modes = _modes(config, given["compare"], capabilities, simulate=given["simulate"])
     with ticking(partial(_describe, done, len(requests))):
         if given["simulate"]:
-            runs = list(_simulated(session, config, modes, capabilities, given, facts))
+            runs, failure = _collected(_simulated(session, config, modes, capabilities, given, facts))
         else:
-            runs = list(session.real_runs(modes, on_cost=partial(_remember, capabilities)))
+            runs, failure = _collected(session.real_runs(modes, on_cost=partial(_remember, capabilities)))
             facts["device"] = device_name(config.device)
+    if missing := [name for name in modes if name not in {run.name for run in runs}]:
+        facts["not run"] = ", ".join(missing)
     _show(Report(trace.source, config.model, facts, runs), given)
+    if failure is not None:
+        raise failure
     if stop.requests:
         click.echo(f"{stop.why}: stopped early; the report is of what was done until then", err=True)
         ctx.exit(JobInterrupted.exit_code)
@@ -198,16 +207,31 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ConfigError("--cost and --tflops are two answers to one question", hint="give one of them")
     if given["replicas"] > 1 and not given["simulate"]:
         raise ConfigError("--replicas is for --simulate")
+    if given["html"] is not None:
+        _make_room(given["html"])
+
+
+def _make_room(page: Path) -> None:
+    """The folder of a file that is written at the end, made now: hours of runs must not be lost to it."""
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--html {page}: its folder cannot be made: {error.strerror}") from None
+    if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):
+        raise ConfigError(f"--html {page}: cannot be written")
 
 
 def _read(config: JobConfig, given: Mapping[str, Any]) -> Trace:
     from offline_diffusion.bench.draws import Draws
-    from offline_diffusion.bench.trace import read_mixture, read_trace
+    from offline_diffusion.bench.trace import DEFAULT_NUM_DRAWN, read_mixture, read_trace
 
     sizes = read_mixture(given["sizes"]) if given["sizes"] else None
     prompts = _prompts(given["prompts"]) if given["prompts"] else ()
     draws = Draws(config.seed, sizes=sizes, prompts=prompts)
-    trace = read_trace(given["trace"], draws, limit=config.limit, seed=config.seed)
+    limit, num_drawn = config.limit, DEFAULT_NUM_DRAWN if config.limit is None else config.limit
+    # What lies before a window must be read to find it.
+    first = limit if given["window"] is None else None
+    trace = read_trace(given["trace"], draws, limit=first, num_drawn=num_drawn, seed=config.seed)
     kind = given["arrivals"]
     if kind in ARRIVAL_KINDS:
         trace = trace.at(kind, given["request_rate"], seed=config.seed, burstiness=given["burstiness"])
@@ -220,6 +244,7 @@ def _read(config: JobConfig, given: Mapping[str, Any]) -> Trace:
         trace = trace.window(*given["window"])
         if not trace.requests:
             raise ConfigError(f"{trace.source}: nothing arrives within --window")
+        trace = trace if limit is None else trace.first(limit)
     return trace.sped_up(given["speed"])
 
 
@@ -255,13 +280,33 @@ def _resolve(config: JobConfig, trace: Trace) -> tuple[Capabilities, list[Replay
     return capabilities, requests, faults
 
 
-def _modes(config: JobConfig, compare: Path | None, capabilities: Capabilities) -> dict[str, EngineConfig]:
-    from offline_diffusion.bench.session import modes_of
+def _modes(
+    config: JobConfig, compare: Path | None, capabilities: Capabilities, *, simulate: bool
+) -> dict[str, EngineConfig]:
+    from offline_diffusion.bench.session import check_modes, check_one_cost, modes_of
 
     base = EngineConfig(**{name: getattr(config, name) for name in EngineConfig.model_fields})
     if compare is None:
-        return {execution_mode(base, capabilities.batch_kind).value: base}
-    return modes_of(base, read_job_file(compare), source=str(compare))
+        modes = {execution_mode(base, capabilities.batch_kind).value: base}
+    else:
+        modes = modes_of(base, read_job_file(compare), source=str(compare))
+    check_modes(modes, capabilities)
+    if simulate:
+        check_one_cost(modes, base)
+    return modes
+
+
+def _collected(runs: Iterator[Run]) -> tuple[list[Run], Exception | None]:
+    """Runs up to the first that fails, and why it does; raises where not even one is done."""
+    done: list[Run] = []
+    try:
+        for run in runs:
+            done.append(run)  # noqa: PERF402 - those before a failure stay
+    except Exception as error:
+        if not done:
+            raise
+        return done, error
+    return done, None
 
 
 def _simulated(
@@ -352,16 +397,21 @@ def _describe(done: Mapping[str, int], total: int) -> str:
 
 
 def _show(report: Report, given: Mapping[str, Any]) -> None:
+    """Prints first: the page may fail."""
+    _print(report, given)
     if given["html"] is not None:
         from offline_diffusion.bench.page import page
 
         given["html"].write_text(page(report), encoding="utf-8")
         click.echo(f"page: {given['html']}", err=True)
+
+
+def _print(report: Report, given: Mapping[str, Any]) -> None:
     if given["as_json"]:
         click.echo(json.dumps(report.to_dict()))
         return
     click.echo("\n".join(f"{name:<14} {text}" for name, text in report.facts.items()))
-    click.echo(f"\n{table(['', *(run.name for run in report.runs)], summary_rows(report.runs))}")
+    click.echo(f"\n{table(['', *(run.title for run in report.runs)], summary_rows(report.runs))}")
     for run in report.runs:
-        title = f"{run.name}, by size" if len(report.runs) > 1 else "by size"
+        title = f"{run.title}, by size" if len(report.runs) > 1 else "by size"
         click.echo(f"\n{title}\n{table(SIZE_HEADER, size_rows(run))}")

@@ -134,6 +134,10 @@ class Engine:
         """Whether any request is waiting, running, decoding or not yet handed out."""
         return bool(self._states or self._table.num_outputs)
 
+    def reset_peak_memory(self) -> None:
+        """Requests from now on tell the most memory since now; else since the limits were measured."""
+        self.runner.reset_peak_memory()
+
     def costs(self) -> CostMeter:
         """What the steps so far took; waits for the device."""
         self._timer.settle_all()

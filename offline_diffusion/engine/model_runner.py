@@ -285,7 +285,12 @@ class ModelRunner:
         return [image.request for image in self._decoding]
 
     def peak_memory_bytes(self) -> int:
-        """Most device memory allocated so far; 0 where the device does not tell."""
+        """Most device memory allocated since the last reset; 0 where the device does not tell."""
         if self.model.device.type != "cuda":
             return 0
         return int(torch.cuda.max_memory_allocated(self.model.device))
+
+    def reset_peak_memory(self) -> None:
+        """Forgets the peak so far."""
+        if self.model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.model.device)

@@ -54,6 +54,21 @@ def test_requests_images_and_failures_are_counted_apart() -> None:
     assert numbers["stage_durations_mean"]["queue"] == 1.5
 
 
+def test_after_an_early_end_the_quick_ones_do_not_speak_for_all() -> None:
+    records = [record(0, 1.0, slo_ms=2000), record(1, 1.0, slo_ms=2000)]
+    numbers = summarize(Replayed(records, duration=4.0, num_unfinished=98))
+    assert numbers["stopped"] is True
+    assert (numbers["completed_requests"], numbers["unfinished_requests"]) == (2, 98)
+    assert numbers["throughput_qps"] == 0.5
+    [of_size] = numbers["size_classes"].values()
+    assert of_size["completed_requests"] == 2
+    empty = ("latency_mean", "latency_p50", "latency_p95", "latency_p99", "slo_attainment_rate", "queue_mean")
+    assert {name: (numbers[name], of_size[name]) for name in empty} == dict.fromkeys(empty, (None, None))
+    assert numbers["goodput_qps"] is None
+    whole = summarize(Replayed(records, duration=4.0))
+    assert (whole["stopped"], whole["unfinished_requests"], whole["latency_p95"]) == (False, 0, 1.0)
+
+
 def test_goodput_counts_what_kept_its_promise() -> None:
     records = [
         record(0, 1.0, slo_ms=1000),  # just kept

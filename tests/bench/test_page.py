@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +13,7 @@ from bench_fakes import engine_of, trace_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offline_diffusion.bench.metrics import summarize
 from offline_diffusion.bench.page import MAX_CLASSES, OTHERS, at_hand, busiest, page
 from offline_diffusion.bench.records import RequestRecord
 from offline_diffusion.bench.report import Report, Run, number, seconds
@@ -88,6 +90,20 @@ def test_numbers_of_each_run_stand_in_the_summary() -> None:
     row = re.search(r"<tr><td>latency, p95</td><td>(.*?)</td><td>(.*?)</td></tr>", text)
     assert row is not None
     assert row.groups() == (seconds(fast.numbers["latency_p95"]), seconds(slow.numbers["latency_p95"]))
+
+
+def test_a_run_that_was_ended_early_is_marked_and_has_no_curve() -> None:
+    whole, cut = run_of("whole"), run_of("cut")
+    replayed = replace(cut.replayed, records=cut.replayed.records[:5], num_unfinished=95)
+    cut = replace(cut, replayed=replayed, numbers=summarize(replayed))
+    text = page(Report("t", "m", {}, [whole, cut]))
+    assert "<th>whole</th><th>cut (stopped early, 5 of 100)</th>" in text
+    assert "<h2>cut (stopped early, 5 of 100)</h2>" in text
+    assert "<td>requests unfinished</td><td>0</td><td>95</td>" in text
+    done_within = text[text.index("Done within") : text.index("Latency against load")]
+    assert "whole" in done_within
+    assert "cut" not in done_within
+    assert "5 of 100" in outline(cut).text
 
 
 def test_many_sizes_share_a_colour() -> None:

@@ -78,6 +78,7 @@ def test_an_early_end_keeps_what_is_done() -> None:
     replay = Replay(engine, clock, stopped=lambda: clock.now >= 5)
     replayed = replay.run(trace_of([0, 1, 4, 100], steps=3))
     assert replayed.stopped
+    assert replayed.num_unfinished == 2
     assert [record.id for record in replayed.records] == ["r0", "r1"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,19 @@ from bench_fakes import CAPABILITIES, asked, engine_of, trace_of
 
 from offline_diffusion.bench.energy import visible_device
 from offline_diffusion.bench.report import Report
-from offline_diffusion.bench.session import Session, modes_of, options_of, warm_ups_of, with_slos
+from offline_diffusion.bench.session import (
+    WARM_UP_STEPS,
+    Session,
+    check_one_cost,
+    modes_of,
+    options_of,
+    warm_ups_of,
+    with_slos,
+)
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.cost import CostModel
 from offline_diffusion.errors import ConfigError
+from offline_diffusion.models.capabilities import BatchKind
 
 A_SECOND_A_STEP = CostModel(1.0, 0.0, 0.0)
 
@@ -50,6 +60,21 @@ def test_all_runs_promise_what_the_first_one_measured() -> None:
     first = session.replay("slow", {}, *slow)
     second = session.replay("fast", {}, *fast)
     assert [r.slo_ms for r in first.replayed.records] == [r.slo_ms for r in second.replayed.records]
+
+
+def test_a_given_unit_takes_the_place_of_the_warm_ups() -> None:
+    session = Session([asked(0, 0, side=32, steps=5)], slo_scale=2.0, slo_unit_ms=7.0)
+    run = session.replay("m", {}, *engine_of(A_SECOND_A_STEP))
+    assert [record.slo_ms for record in run.replayed.records] == [7 * 4 * 5 * 2]
+
+
+def test_peaks_of_memory_are_forgotten_between_the_warm_ups_and_the_replay() -> None:
+    engine, clock = engine_of(A_SECOND_A_STEP)
+    steps_at_reset: list[int] = []
+    engine.reset_peak_memory = lambda: steps_at_reset.append(engine.stats.num_steps)  # type: ignore[method-assign]
+    Session([asked(0, 0, steps=5)]).replay("m", {}, engine, clock)
+    assert steps_at_reset == [WARM_UP_STEPS]
+    assert engine.stats.num_steps == WARM_UP_STEPS + 5
 
 
 def test_without_warm_ups_nothing_is_promised() -> None:
@@ -91,6 +116,8 @@ def test_modes_take_the_place_of_the_command_lines_options() -> None:
     [
         ({"a": {"max_num_seq": 1}}, "m.yaml: a: unknown option 'max_num_seq'"),
         ({"a": {"max_num_seqs": 0}}, "m.yaml: a: "),
+        ({"a": {"model": "other"}}, "m.yaml: a: model is the same for all modes"),
+        ({"a": {"revision": "v2"}}, "m.yaml: a: revision is the same for all modes"),
         ({"a": [1]}, "a must hold a mapping"),
         ({}, "names no mode"),
     ],
@@ -98,6 +125,25 @@ def test_modes_take_the_place_of_the_command_lines_options() -> None:
 def test_a_faulty_mode_is_refused(named: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         modes_of(EngineConfig(), named, "m.yaml")
+
+
+@pytest.mark.parametrize("option", [{"quantization": "int8"}, {"dtype": "float32"}])
+def test_a_mode_whose_steps_cost_otherwise_is_not_simulated(option: dict[str, Any]) -> None:
+    base = EngineConfig()
+    check_one_cost(modes_of(base, {"serial": {"max_num_seqs": 1}, "packed": None}, "m.yaml"), base)
+    [[name, value]] = option.items()
+    with pytest.raises(ConfigError, match=f"mode b: {name} {value} cannot be simulated beside"):
+        check_one_cost(modes_of(base, {"a": None, "b": option}, "m.yaml"), base)
+    same = EngineConfig(**option)
+    check_one_cost(modes_of(same, {"a": None, "b": option}, "m.yaml"), same)
+
+
+def test_no_mode_runs_when_the_family_cannot_do_a_later_one() -> None:
+    stacked = replace(CAPABILITIES, batch_kind=BatchKind.STACKED)
+    modes = {"alike": EngineConfig(batching="same_shape"), "all": EngineConfig(batching="packed")}
+    runs = Session(trace_of([0])).simulated_runs(modes, stacked, A_SECOND_A_STEP, 1000)
+    with pytest.raises(ConfigError, match="mode all: batching packed is not supported"):
+        next(runs)
 
 
 VLLM_OMNI_NAMES = (

@@ -162,6 +162,23 @@ def test_json_lines_are_manifest_rows_with_a_time(tmp_path: Path) -> None:
     assert trace.faults[0].reason == "must be seconds or a date with a time, such as 2024-11-15 16:57:50"
 
 
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [
+        ([5, "2024-11-15 16:57:50", "7"], "is a date, but the first time of the trace is seconds"),
+        (
+            ["2024-11-15 16:57:50", 5, "2024-11-15T16:57:52Z"],
+            "is seconds, but the first time of the trace is a date",
+        ),
+    ],
+)
+def test_numbers_and_dates_have_no_zero_in_common(tmp_path: Path, times: list[Any], reason: str) -> None:
+    rows = [{"prompt": "a fox", "timestamp": time} for time in times]
+    trace = read_trace(written(tmp_path, "t.jsonl", "\n".join(map(json.dumps, rows))))
+    assert [request.arrival for request in trace.requests] == [0.0, 2.0]
+    assert faults(trace) == [(2, "timestamp", reason)]
+
+
 def test_openai_batch_lines(tmp_path: Path) -> None:
     lines = [
         {"custom_id": "a", "method": "POST", "body": {"prompt": "a fox", "size": "256x512", "n": 2}},
@@ -219,6 +236,20 @@ def test_gentd26(tmp_path: Path) -> None:
     assert any("--sizes" in note for note in trace.notes)
     again = read_trace(trace.source)
     assert again == trace
+
+
+def test_a_file_with_gmt_create_keeps_what_it_says_itself(tmp_path: Path) -> None:
+    header = "gmt_create,prompt,negative_prompt,size,seed,slo_ms,num_inference_steps,num_lora"
+    rows = ["2024-11-15 16:57:50,an owl,blurry,64x32,7,900,9,2", "2024-11-15 16:57:51,,,,,,,"]
+    trace = read_trace(written(tmp_path, "t.csv", "\n".join([header, *rows])))
+    own, drawn = trace.requests
+    params = own.row.params
+    assert (own.row.prompt, params.negative_prompt, own.slo_ms) == ("an owl", "blurry", 900)
+    assert (params.width, params.height, params.seed, params.num_inference_steps) == (64, 32, 7, 9)
+    assert len(drawn.row.prompt.split()) > 1
+    assert drawn.row.params.width in {side for side, *_ in DEFAULT_SIZES}
+    whole = read_trace(written(tmp_path, "whole.csv", "\n".join([header, rows[0]])))
+    assert not whole.notes
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,35 @@ def test_a_trace_on_the_real_engine(trace: str, tmp_path: Path, tiny_model: Path
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_a_mode_that_fails_costs_no_finished_one(trace: str, tmp_path: Path, tiny_model: Path) -> None:
+    modes = tmp_path / "modes.yaml"
+    modes.write_text("one:\ntwo: {attention_backend: fa3}\nthree:\n")
+    page = tmp_path / "new" / "folder" / "page.html"
+    result = replay(
+        *(trace, "--speed", "50", "--device", "cpu", "--compare", str(modes), "--html", str(page), "--json"),
+        code=1,
+    )
+    values = json.loads(result.stdout)
+    assert (values["mode"], values["completed_requests"]) == ("one", 6)
+    assert values["facts"]["not run"] == "two, three"
+    assert "fa3" in result.stderr
+    assert "not run: two, three" in page.read_text()
+
+
+def test_a_page_that_cannot_be_written_is_refused_at_start(trace: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for page in (tmp_path / "file" / "page.html", tmp_path):
+        result = replay(trace, "--simulate", "--html", str(page), code=2)
+        assert f"--html {page}: " in result.stderr
+
+
+def test_a_simulation_refuses_modes_of_unlike_costs(trace: str, tmp_path: Path) -> None:
+    modes = tmp_path / "modes.yaml"
+    modes.write_text("plain:\nsmall: {quantization: int8}\n")
+    result = replay(trace, "--simulate", "--compare", str(modes), code=2)
+    assert "mode small: quantization int8 cannot be simulated" in result.stderr
+
+
 def test_times_windows_and_speed(trace: str) -> None:
     assert simulated(trace)["offered_qps"] == pytest.approx(6 / 5)
     fast = simulated(trace, "--speed", "10", "--window", "1:4")
@@ -65,6 +94,8 @@ def test_times_windows_and_speed(trace: str) -> None:
     assert fast["offered_qps"] == pytest.approx(3 / 0.2)
     assert fast["facts"]["window"] == "1 s to 4 s"
     assert simulated(trace, "--limit", "2")["completed_requests"] == 2
+    late = simulated(trace, "--limit", "2", "--window", "3:")
+    assert (late["completed_requests"], late["offered_qps"]) == (2, pytest.approx(2 / 1))
     closed = simulated(trace, "--arrivals", "closed", "--max-concurrency", "1")
     assert closed["queue_mean"] == 0
     assert closed["mean_batch_images"] == 1
@@ -137,8 +168,8 @@ def test_a_manifest_without_times_asks_for_some(tmp_path: Path) -> None:
     assert simulated(str(path), "--arrivals", "closed")["completed_requests"] == 2
 
 
-def test_the_shipped_modes_are_five_and_two_policies() -> None:
+def test_the_shipped_modes_are_five_and_their_policies() -> None:
     arguments = (str(ROOT / "traces" / "traffic.jsonl"), "--compare", str(ROOT / "traces" / "modes.yaml"))
     runs = simulated(*arguments)["runs"]
-    assert len(runs) == 7
+    assert len(runs) == 9
     assert {numbers["completed_requests"] for numbers in runs.values()} == {24}
