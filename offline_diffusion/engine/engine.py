@@ -296,8 +296,7 @@ class Engine:
     def _decode(self, state: RequestState) -> None:
         prepared = state.prepared
         assert prepared is not None
-        assert state.started is not None
-        state.metrics.denoise_s += self.clock() - state.started
+        state.end_denoising(self.clock())
         self.runner.drop_batch()
         try:
             self._with_memory_back(lambda: self.runner.decode(prepared))
