@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -45,10 +46,12 @@ class _Order:
     refusal: OffdiffError | None = None
 
     def hand(self, output: RequestOutput) -> None:
-        """A listener's fault, such as a closed event loop, is nobody else's."""
+        """A listener's fault, such as a closed event loop or an exit, is nobody else's."""
         try:
             self.on_output(output)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise  # by whoever steps the engine
+        except BaseException as error:
             logger.warning("request %r: nobody takes its output: %r", output.request_id, error)
 
     def tell_decided(self) -> None:
@@ -82,6 +85,8 @@ class AsyncEngine:
         self._arrivals: list[_Order] = []  # at hand, but the engine does not know of them yet
         self._aborts: list[_Order] = []
         self._error: OffdiffError | None = None  # why nobody is let in any more
+        self._ready = deque[RequestOutput]()  # on their way to their listeners; of the engine's thread
+        self._is_broken = False  # likewise
         self._thread: threading.Thread | None = None
 
     # --- for everybody -----------------------------------------------------------------------
@@ -251,12 +256,13 @@ class AsyncEngine:
         """
         try:
             self._take_in()
-            outputs = self.engine.step() if self.engine.has_unfinished else []
+            if self.engine.has_unfinished:
+                self._ready += self.engine.step()
+            while self._ready:
+                self._deliver(self._ready.popleft())
         except BaseException as error:
             self._break_off(error)
             raise
-        for output in outputs:
-            self._deliver(output)
 
     def _take_in(self) -> None:
         with self._changed:
@@ -280,29 +286,33 @@ class AsyncEngine:
         order.hand(output)
 
     def _work(self) -> None:
-        device = self.engine.model.device
-        if device.index is not None:
-            torch.cuda.set_device(device)  # each thread has a device of its own
-        with self._changed:
-            is_open = self._wait_for_work()
-        while is_open:
-            try:
+        try:
+            device = self.engine.model.device
+            if device.index is not None:
+                torch.cuda.set_device(device)  # each thread has a device of its own
+            while self._wait_for_work():
                 self.step()
-            except Exception:
-                return  # told already
-            with self._changed:
-                is_open = self._wait_for_work()
+        except BaseException as error:
+            self._break_off(error)
 
     def _wait_for_work(self) -> bool:
-        """False when nothing is at hand and nothing will come; the lock is held."""
-        self._changed.wait_for(lambda: self._at_hand or self._error is not None)
-        return bool(self._at_hand)
+        """False when nothing is at hand and nothing will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._at_hand or self._error is not None)
+            return bool(self._at_hand)
 
     def _break_off(self, error: BaseException) -> None:
-        """Tells everybody that the engine is broken."""
-        logger.error("the engine is broken", exc_info=error)
+        """Hands out what is ready and tells everybody else that the engine is broken; may be called again."""
+        if not self._is_broken:
+            logger.error("the engine is broken", exc_info=error)
+        self._is_broken = True
         cause = f"{type(error).__name__}: {error}"
         self._refuse_all(CrashError(f"the engine is broken: {cause}", hint="start another one"))
+        self._ready += self.engine.take_outputs()
+        while self._ready:
+            output = self._ready.popleft()
+            if output.request_id in self._at_hand:
+                self._deliver(output)
         with self._changed:
             orders = list(self._at_hand.values())
             self._at_hand.clear()
