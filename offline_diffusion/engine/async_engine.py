@@ -79,6 +79,7 @@ class AsyncEngine:
     ) -> None:
         self.engine = engine
         self._max_num_requests, self._threaded = max_num_requests, threaded
+        self._device_index = _device_index(engine.model.device)
         self._changed = threading.Condition()  # guards all that follows
         self._at_hand: dict[str, _Order] = {}
         self._outside: dict[str, _Order] = {}  # in the order of their asking
@@ -287,9 +288,8 @@ class AsyncEngine:
 
     def _work(self) -> None:
         try:
-            device = self.engine.model.device
-            if device.index is not None:
-                torch.cuda.set_device(device)  # each thread has a device of its own
+            if self._device_index is not None:
+                torch.cuda.set_device(self._device_index)  # each thread has a device of its own
             while self._wait_for_work():
                 self.step()
         except BaseException as error:
@@ -318,3 +318,10 @@ class AsyncEngine:
             self._at_hand.clear()
         for order in orders:
             order.hand(RequestOutput(order.request, "failed", error_type="crash", error=cause))
+
+
+def _device_index(device: torch.device) -> int | None:
+    """Of a GPU its number, of one without that of the calling thread's current one; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index

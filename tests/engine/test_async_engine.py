@@ -322,7 +322,7 @@ def test_whatever_ends_the_engines_thread_everybody_is_told(
         engine.__class__._deliver(engine, *_)  # as it is, for what is ready
 
     if broken == "device":
-        monkeypatch.setattr(engine.engine.model, "device", torch.device("cuda:7"))
+        engine._device_index = 7
         monkeypatch.setattr(torch.cuda, "set_device", fail)
     else:
         monkeypatch.setattr(engine, broken, fail)
@@ -387,6 +387,21 @@ def test_an_interrupt_is_not_a_listeners_fault() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_out(engine)
     assert [(output.status, output.error_type) for output in outputs] == [("failed", "crash")]
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:1", [1]), ("cuda", [3]), ("cpu", [])])
+def test_the_thread_works_on_the_gpu_that_was_current(
+    device: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model's device has no number, in the thread that made the engine."""
+    engine, chosen = make_engine(), list[int]()
+    monkeypatch.setattr(engine.model, "device", torch.device(device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with AsyncEngine(engine) as made:
+        monkeypatch.setattr(engine.model, "device", torch.device("cpu"))  # to have the steps done here
+        made.add_request(make_request("a"), lambda _: None)
+    assert chosen == expected
 
 
 def test_an_idle_engine_does_not_step() -> None:
