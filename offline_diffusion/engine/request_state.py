@@ -141,7 +141,8 @@ class RequestState:
 
         With ``same_shape`` only like requests may share a step with it, whatever the model can do.
         """
-        request, alike = self.request, same_shape_key(self.request)
+        request = self.request
+        alike = same_shape_key(request, model.capabilities.guidance)
         num_steps = request.num_inference_steps - self.step_index
         return ScheduledRequest(
             request_id=request.request_id,
