@@ -120,7 +120,7 @@ class SimulatedEngine:
         prompts = [(text, min(estimate_text_tokens(text), limit)) for text in texts]
         num_image_tokens = self._capabilities.num_image_tokens(request.height, request.width)
         lengths = [num_image_tokens + num_tokens for _, num_tokens in prompts]
-        alike = same_shape_key(request)
+        alike = same_shape_key(request, self._capabilities.guidance)
         entry = ScheduledRequest(
             request_id=request.request_id,
             num_tokens=sum(lengths),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -45,10 +46,12 @@ class _Order:
     refusal: OffdiffError | None = None
 
     def hand(self, output: RequestOutput) -> None:
-        """A listener's fault, such as a closed event loop, is nobody else's."""
+        """A listener's fault, such as a closed event loop or an exit, is nobody else's."""
         try:
             self.on_output(output)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise  # by whoever steps the engine
+        except BaseException as error:
             logger.warning("request %r: nobody takes its output: %r", output.request_id, error)
 
     def tell_decided(self) -> None:
@@ -76,12 +79,15 @@ class AsyncEngine:
     ) -> None:
         self.engine = engine
         self._max_num_requests, self._threaded = max_num_requests, threaded
+        self._device_index = _device_index(engine.model.device)
         self._changed = threading.Condition()  # guards all that follows
         self._at_hand: dict[str, _Order] = {}
         self._outside: dict[str, _Order] = {}  # in the order of their asking
         self._arrivals: list[_Order] = []  # at hand, but the engine does not know of them yet
         self._aborts: list[_Order] = []
         self._error: OffdiffError | None = None  # why nobody is let in any more
+        self._ready = deque[RequestOutput]()  # on their way to their listeners; of the engine's thread
+        self._is_broken = False  # likewise
         self._thread: threading.Thread | None = None
 
     # --- for everybody -----------------------------------------------------------------------
@@ -251,12 +257,13 @@ class AsyncEngine:
         """
         try:
             self._take_in()
-            outputs = self.engine.step() if self.engine.has_unfinished else []
+            if self.engine.has_unfinished:
+                self._ready += self.engine.step()
+            while self._ready:
+                self._deliver(self._ready.popleft())
         except BaseException as error:
             self._break_off(error)
             raise
-        for output in outputs:
-            self._deliver(output)
 
     def _take_in(self) -> None:
         with self._changed:
@@ -280,31 +287,41 @@ class AsyncEngine:
         order.hand(output)
 
     def _work(self) -> None:
-        device = self.engine.model.device
-        if device.index is not None:
-            torch.cuda.set_device(device)  # each thread has a device of its own
-        with self._changed:
-            is_open = self._wait_for_work()
-        while is_open:
-            try:
+        try:
+            if self._device_index is not None:
+                torch.cuda.set_device(self._device_index)  # each thread has a device of its own
+            while self._wait_for_work():
                 self.step()
-            except Exception:
-                return  # told already
-            with self._changed:
-                is_open = self._wait_for_work()
+        except BaseException as error:
+            self._break_off(error)
 
     def _wait_for_work(self) -> bool:
-        """False when nothing is at hand and nothing will come; the lock is held."""
-        self._changed.wait_for(lambda: self._at_hand or self._error is not None)
-        return bool(self._at_hand)
+        """False when nothing is at hand and nothing will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._at_hand or self._error is not None)
+            return bool(self._at_hand)
 
     def _break_off(self, error: BaseException) -> None:
-        """Tells everybody that the engine is broken."""
-        logger.error("the engine is broken", exc_info=error)
+        """Hands out what is ready and tells everybody else that the engine is broken; may be called again."""
+        if not self._is_broken:
+            logger.error("the engine is broken", exc_info=error)
+        self._is_broken = True
         cause = f"{type(error).__name__}: {error}"
         self._refuse_all(CrashError(f"the engine is broken: {cause}", hint="start another one"))
+        self._ready += self.engine.take_outputs()
+        while self._ready:
+            output = self._ready.popleft()
+            if output.request_id in self._at_hand:
+                self._deliver(output)
         with self._changed:
             orders = list(self._at_hand.values())
             self._at_hand.clear()
         for order in orders:
             order.hand(RequestOutput(order.request, "failed", error_type="crash", error=cause))
+
+
+def _device_index(device: torch.device) -> int | None:
+    """Of a GPU its number, of one without that of the calling thread's current one; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index

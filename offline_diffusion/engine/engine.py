@@ -171,6 +171,10 @@ class Engine:
             self._timer.pause()
         return self._table.take()
 
+    def take_outputs(self) -> list[RequestOutput]:
+        """Those that are ready and nobody has taken; also of an engine whose `step` has raised."""
+        return self._table.take()
+
     def finish_decoding(self) -> list[RequestOutput]:
         """The outputs of requests past their last step; waits for the device and begins no step."""
         self._timer.settle_all()
@@ -300,8 +304,7 @@ class Engine:
     def _decode(self, state: RequestState) -> None:
         prepared = state.prepared
         assert prepared is not None
-        assert state.started is not None
-        state.metrics.denoise_s += self.clock() - state.started
+        state.end_denoising(self.clock())
         self.runner.drop_batch()
         try:
             self._with_memory_back(lambda: self.runner.decode(prepared))
@@ -327,8 +330,8 @@ class Engine:
         if not bool(image.is_finite):
             self._table.finish(state, "failed", "nan", "the final latents hold NaN or infinity")
             return
-        output = self._table.finish(state, "ok")
-        output.pixels = image.to_numpy()
+        pixels = image.to_numpy()  # may fail: then there is no output
+        self._table.finish(state, "ok").pixels = pixels
 
     # --- the whole way -----------------------------------------------------------------------
 

@@ -140,6 +140,7 @@ class ModelRunner:
             latents=upload(latents, self.model.device).float(),
             step_index=0 if resume is None else resume.step_index,
             encode_s=encode_s + self._clock() - start,
+            shown_step=0 if resume is None else resume.step_index,
         )
 
     # --- denoise -----------------------------------------------------------------------------

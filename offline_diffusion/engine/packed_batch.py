@@ -47,6 +47,7 @@ class PreparedRequest:
         sequences: Its guidance branches, the positive one first; set by the request's first pack.
         noise: ``[draws, S, C]`` float32 on the device, what the steps of a stacked family add, if any; set by
             the request's first batch.
+        shown_step: Steps done at its last preview, or when it was prepared; set by `previews.Previews`.
     """
 
     request: Request
@@ -59,6 +60,7 @@ class PreparedRequest:
     encode_s: float = 0.0
     sequences: list[_Sequence] = field(default_factory=list)
     noise: Tensor | None = None
+    shown_step: int = 0
 
     @property
     def num_image_tokens(self) -> int:

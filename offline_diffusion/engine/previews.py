@@ -17,6 +17,10 @@ from offline_diffusion.models.modes import preview_fault
 
 logger = logging.getLogger(__name__)
 
+MAX_DECODING_BESIDE = 16
+"""Images in decode with which no further preview begins. Half of those for which a step waits (see `engine`):
+no step waits for a preview, and none takes a finished image's place."""
+
 
 def preview_interval(config: EngineConfig, capabilities: Capabilities) -> int | None:
     """In steps; None where there are no previews, which a warning tells if they are wanted."""
@@ -31,7 +35,8 @@ def preview_interval(config: EngineConfig, capabilities: Capabilities) -> int | 
 class Previews:
     """Starts a preview of every request after each ``interval`` of its steps, but for the last.
 
-    The pack is only read. A preview that fails is left out: its request goes on.
+    Where the decoder does not keep up, some come later or not at all: whoever was not shown for the longest
+    goes first. The pack is only read. A preview that fails is left out: its request goes on.
 
     Args:
         runner: Has the latents and decodes them.
@@ -46,7 +51,11 @@ class Previews:
     def before_step(self, running: Sequence[PreparedRequest]) -> None:
         """Keeps the latents of those that get a preview after this step."""
         self._due = []
-        if due := [own for own in running if self._is_due(own)]:
+        room = max(0, MAX_DECODING_BESIDE - self._runner.num_decoding)
+        longest_first = sorted(filter(self._is_due, running), key=lambda own: own.shown_step - own.step_index)
+        if due := longest_first[:room]:
+            for own in due:
+                own.shown_step = own.step_index + 1
             with self._sparing_the_request():
                 self._due = list(zip(due, self._runner.latents_now(due), strict=True))
 
@@ -65,7 +74,8 @@ class Previews:
         if self._interval is None:
             return False
         num_steps = prepared.step_index + 1
-        return num_steps % self._interval == 0 and num_steps < prepared.request.num_inference_steps
+        has_come = num_steps // self._interval > prepared.shown_step // self._interval
+        return has_come and num_steps < prepared.request.num_inference_steps
 
     @contextlib.contextmanager
     def _sparing_the_request(self) -> Iterator[None]:

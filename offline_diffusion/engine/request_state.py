@@ -42,6 +42,7 @@ class RequestState:
         metrics: Of its output.
         share: Its part in a step.
         started: When its first step began.
+        is_denoised: Whether its last step is done; its metrics then have the time of all.
         prepared: Set when its prompts are encoded.
         sum_batch_seqs: Sequences of all its steps.
         decode_tokens: Tokens that take the memory of its decode.
@@ -59,6 +60,7 @@ class RequestState:
     sum_batch_seqs: int = 0
     decode_tokens: int = 0
     resume: StepState | None = None
+    is_denoised: bool = False
 
     @classmethod
     def of(
@@ -116,13 +118,19 @@ class RequestState:
             return self.prepared.step_index
         return 0 if self.resume is None else self.resume.step_index
 
+    def end_denoising(self, now: float) -> None:
+        """Its last step is done; ``now`` in seconds on the engine's clock."""
+        assert self.started is not None
+        self.metrics.denoise_s += now - self.started
+        self.is_denoised = True
+
     def metrics_so_far(self, now: float) -> RequestMetrics:
         """As they would be if it ended ``now``, seconds on the engine's clock."""
         metrics = replace(self.metrics)
         metrics.total_s += now - self.arrival
         if self.started is None:
             metrics.queue_s += now - self.arrival
-        else:
+        elif not self.is_denoised:
             metrics.denoise_s += now - self.started
         if metrics.steps_run:
             metrics.mean_batch_seqs = self.sum_batch_seqs / metrics.steps_run
@@ -133,7 +141,8 @@ class RequestState:
 
         With ``same_shape`` only like requests may share a step with it, whatever the model can do.
         """
-        request, alike = self.request, same_shape_key(self.request)
+        request = self.request
+        alike = same_shape_key(request, model.capabilities.guidance)
         num_steps = request.num_inference_steps - self.step_index
         return ScheduledRequest(
             request_id=request.request_id,

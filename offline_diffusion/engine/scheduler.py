@@ -42,7 +42,8 @@ class Scheduler:
         policy: Who goes first; see `engine.policies`.
         step_execution: False admits waves that run to their end. A wave is whoever the policy wants most
             and those like it, under ``fifo`` up to the first that is not.
-        max_wait_s: How long a wave that has room for another waits for it (request mode).
+        max_wait_s: How long a wave that has room for another waits for it (request mode): until the oldest
+            request of the queue, in the wave or not, has waited so long.
         max_num_text_tokens: Most text tokens in a step, likewise; None is no limit of their own.
         memory_tokens: Tokens that the device has memory for; None is no limit. A step and the largest
             decode beside it share them, that of the running requests or of ``decoding_tokens``.
@@ -173,7 +174,7 @@ class Scheduler:
                 is_closed = True
                 break
         has_room = any(map(wave.fits, wave.entries))
-        waited = self._now - min(entry.arrival for entry in wave.entries)
+        waited = self._now - min(entry.arrival for entry in self.waiting)  # of all: preferences change
         return [] if has_room and not is_closed and waited < self.max_wait_s else wave.entries
 
     def _take(self, admitted: list[ScheduledRequest]) -> None:

@@ -7,7 +7,7 @@ from enum import Enum
 
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.errors import ConfigError
-from offline_diffusion.models.capabilities import BatchKind, Capabilities
+from offline_diffusion.models.capabilities import BatchKind, Capabilities, GuidanceMeaning
 from offline_diffusion.request import Request
 
 
@@ -80,10 +80,14 @@ def check_mode(config: EngineConfig, capabilities: Capabilities) -> None:
         )
 
 
-def same_shape_key(request: Request) -> Hashable:
+def same_shape_key(request: Request, guidance: GuidanceMeaning) -> Hashable:
     """Requests with equal keys are alike, as vLLM-Omni's scheduler has it: size, guidance and adapter.
 
-    Neither the number of steps nor the progress is part of it.
+    Neither the number of steps nor the progress is part of it, nor a scale that is without effect.
+
+    Args:
+        request: With everything filled in.
+        guidance: What its family makes of the scales.
     """
     scale = request.true_cfg_scale if request.cfg_active else None
     return (
@@ -91,7 +95,7 @@ def same_shape_key(request: Request) -> Hashable:
         request.width,
         request.cfg_active,
         scale,
-        request.guidance_scale,
+        request.guidance_scale if guidance == "embedded" else None,
         request.lora,
         request.lora_scale if request.lora is not None else None,
     )

@@ -8,6 +8,7 @@ text that are made once for a composition instead of in every step.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -81,8 +82,8 @@ class RowsBlock:
         self.to_kv = PackedLinear(cross.to_k, cross.to_v)
         self.mlp_in, self.mlp_out = PackedLinear(mlp[0].proj), PackedLinear(mlp[2])
         self._num_heads: int = own.heads
-        self._text: Tensor | None = None
-        self._keys_values: tuple[Tensor, Tensor] | None = None
+        self._text: weakref.ref[Tensor] | None = None
+        self._keys_values: list[Tensor] = []  # of that text, and gone with it
 
     def __call__(
         self, x: Tensor, h: Rows, text: Tensor, num_rows: int, attend: AttentionFunction
@@ -109,11 +110,12 @@ class RowsBlock:
 
     def _text_keys_values(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """``[N·L, A, D]`` each: the same for all steps of a composition, whose text is one tensor."""
-        if self._keys_values is None or self._text is not text:
+        if self._text is None or self._text() is not text:
             rows = self.to_kv(text.flatten(0, 1)).unflatten(1, (2, self._num_heads, -1))
-            k, v = rows.unbind(1)
-            self._text, self._keys_values = text, (k.contiguous(), v.contiguous())
-        return self._keys_values
+            made = [own.contiguous() for own in rows.unbind(1)]
+            self._text, self._keys_values = weakref.ref(text, lambda _: made.clear()), made
+        k, v = self._keys_values
+        return k, v
 
 
 class RowsTransformer(nn.Module):

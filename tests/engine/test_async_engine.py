@@ -7,6 +7,7 @@ import logging
 import random
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -19,6 +20,7 @@ from offline_diffusion import AsyncOfflineDiffusion, SamplingParams
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.engine.async_engine import AsyncEngine
 from offline_diffusion.engine.engine import Engine
+from offline_diffusion.engine.model_runner import DecodedImage
 from offline_diffusion.errors import CrashError, OffdiffError, QueueFullError
 from offline_diffusion.models.base import PackedInput
 from offline_diffusion.request import Request, RequestOutput
@@ -264,6 +266,76 @@ def test_a_wave_waits_for_nobody_when_the_engine_is_closed() -> None:
     assert [output.status for output in outputs] == ["ok"]
 
 
+def test_what_was_ready_when_the_engine_broke_is_handed_out_and_the_others_are_told() -> None:
+    """Both begin together; the shorter one's image comes in the very step in which the device is lost."""
+    model, outputs = FakeModel(), []
+    engine = by_hand(model)
+
+    def lose_the_device() -> None:
+        engine.engine._collect(wait=False)
+        raise torch.AcceleratorError("illegal memory access")
+
+    engine.engine._prepare_ahead = lose_the_device  # type: ignore[method-assign]
+    refused = make_request("refused", height=17)
+    for request in (short := make_request("short", num_inference_steps=1), make_request("long"), refused):
+        engine.add_request(request, outputs.append)
+    with pytest.raises(torch.AcceleratorError):
+        engine.step()
+    assert {output.request_id: (output.status, output.error_type) for output in outputs} == {
+        "short": ("ok", None),
+        "long": ("failed", "crash"),
+        "refused": ("failed", "invalid_request"),
+    }
+    assert len(outputs) == 3
+    assert same_picture(next(o for o in outputs if o.request is short).pixels, short)
+
+
+def test_an_image_that_is_lost_on_its_way_to_the_host_is_not_ready() -> None:
+    engine, outputs = by_hand(), []
+    plain = engine.engine.runner.collect
+
+    def collect(*, wait: bool) -> list[DecodedImage]:
+        images = plain(wait=wait)
+        for image in images:
+            image.pixels = None  # type: ignore[assignment]
+        return images
+
+    engine.engine.runner.collect = collect  # type: ignore[method-assign]
+    engine.add_request(make_request("a", num_inference_steps=1), outputs.append)
+    with pytest.raises(AttributeError):
+        engine.step()
+    assert [(output.status, output.error_type) for output in outputs] == [("failed", "crash")]
+
+
+@pytest.mark.parametrize("broken", ["_wait_for_work", "_take_in", "_deliver", "device"])
+def test_whatever_ends_the_engines_thread_everybody_is_told(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    outputs: SimpleQueue[RequestOutput] = SimpleQueue()
+    engine, calls = threaded(), []
+
+    def fail(*_: Any) -> None:
+        if not calls:
+            calls.append("once")
+            raise SystemExit("enough")
+        engine.__class__._deliver(engine, *_)  # as it is, for what is ready
+
+    if broken == "device":
+        engine._device_index = 7
+        monkeypatch.setattr(torch.cuda, "set_device", fail)
+    else:
+        monkeypatch.setattr(engine, broken, fail)
+    engine.add_request(make_request("a", num_inference_steps=1), outputs.put)
+    output = outputs.get(timeout=PATIENCE_S)
+    assert (output.status, output.error_type, output.error) == ("failed", "crash", "SystemExit: enough")
+    with pytest.raises(CrashError, match="the engine is broken: SystemExit: enough"):
+        engine.add_request(make_request("b"), outputs.put)
+    engine.close()
+    assert outputs.empty()
+    assert caplog.messages == ["the engine is broken"]  # once
+
+
 @pytest.mark.parametrize("is_threaded", [True, False])
 def test_when_the_engine_breaks_everybody_is_told(is_threaded: bool) -> None:
     model = FakeModel()
@@ -288,18 +360,48 @@ def test_when_the_engine_breaks_everybody_is_told(is_threaded: bool) -> None:
     engine.close()
 
 
-def test_a_listener_that_fails_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("closed"), SystemExit("closed"), CancelledError("closed")])
+def test_a_listener_that_fails_hurts_nobody(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     engine, outputs = by_hand(), []
 
     def fail(_: RequestOutput) -> None:
-        raise RuntimeError("event loop is closed")
+        raise error
 
     caplog.set_level(logging.WARNING)
     engine.add_request(make_request("a"), fail)
     engine.add_request(make_request("b"), outputs.append)
     run_out(engine)
     assert [output.status for output in outputs] == ["ok"]
-    assert "request 'a': nobody takes its output: RuntimeError('event loop is closed')" in caplog.text
+    assert f"request 'a': nobody takes its output: {error!r}" in caplog.text
+
+
+def test_an_interrupt_is_not_a_listeners_fault() -> None:
+    """It hits whoever steps the engine, wherever that is."""
+    engine, outputs = by_hand(), []
+
+    def interrupt(_: RequestOutput) -> None:
+        raise KeyboardInterrupt
+
+    engine.add_request(make_request("a", num_inference_steps=1), interrupt)
+    engine.add_request(make_request("b"), outputs.append)
+    with pytest.raises(KeyboardInterrupt):
+        run_out(engine)
+    assert [(output.status, output.error_type) for output in outputs] == [("failed", "crash")]
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:1", [1]), ("cuda", [3]), ("cpu", [])])
+def test_the_thread_works_on_the_gpu_that_was_current(
+    device: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model's device has no number, in the thread that made the engine."""
+    engine, chosen = make_engine(), list[int]()
+    monkeypatch.setattr(engine.model, "device", torch.device(device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with AsyncEngine(engine) as made:
+        monkeypatch.setattr(engine.model, "device", torch.device("cpu"))  # to have the steps done here
+        made.add_request(make_request("a"), lambda _: None)
+    assert chosen == expected
 
 
 def test_an_idle_engine_does_not_step() -> None:

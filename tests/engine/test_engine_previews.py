@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from engine_fakes import (
     CAPABILITIES,
     MODES,
+    Clock,
     FakeModel,
     FakeRecorder,
     make_engine,
@@ -23,8 +25,10 @@ from engine_fakes import (
 )
 
 from offline_diffusion.config import EngineConfig
+from offline_diffusion.engine.engine import MAX_DECODING, Engine
 from offline_diffusion.engine.offline import OfflineDiffusion
-from offline_diffusion.engine.previews import preview_interval
+from offline_diffusion.engine.previews import MAX_DECODING_BESIDE, preview_interval
+from offline_diffusion.models.base import PackedInput
 from offline_diffusion.models.capabilities import BatchKind
 from offline_diffusion.request import Request, RequestOutput, SamplingParams
 
@@ -122,6 +126,48 @@ def test_a_family_whose_steps_are_not_straight_has_none_and_says_so(caplog: pyte
     assert not caplog.messages
     assert preview_interval(config, unet) is None
     assert "model family 'fake' has no previews: its noise schedulers do not walk straight" in caplog.text
+
+
+def test_where_the_decoder_is_slow_no_step_waits_and_all_are_shown_in_turn() -> None:
+    """128 equal requests are due at once; five images are decoded in the time of a step."""
+    engine, waits = make_engine(max_num_batched_tokens=10_000, **ON), list[bool]()
+
+    def slow(*, wait: bool) -> list[Any]:
+        waits.append(wait)
+        decoding = engine.runner._decoding
+        return [decoding.popleft() for _ in range(min(5, len(decoding)))]
+
+    engine.runner.collect = slow  # type: ignore[method-assign]
+    for index in range(128):
+        engine.add_request(make_request(f"{index}", num_inference_steps=60))
+    outputs = []
+    for _ in range(59):
+        outputs += engine.step()
+    assert engine.stats.num_step_seqs == 59 * 128
+    assert not any(waits)
+    shown = Counter(output.request_id for output in outputs)
+    assert sum(shown.values()) == 5 * (59 - 2)  # the first are due after three steps
+    assert {shown[f"{index}"] for index in range(128)} == {2, 3}
+    assert MAX_DECODING_BESIDE <= MAX_DECODING // 2
+
+
+def test_a_preview_that_comes_after_the_last_step_has_the_time_of_the_steps_alone() -> None:
+    clock, model = Clock(), FakeModel()
+
+    def take_ten_seconds(_: PackedInput) -> None:
+        clock.now += 10
+
+    model.on_denoise = take_ten_seconds
+    engine = Engine(model, EngineConfig(**ON | {"preview_interval": 1}), clock)
+    plain, engine.runner.collect = engine.runner.collect, lambda *, wait: []  # type: ignore[method-assign]
+    engine.add_request(make_request("a", num_inference_steps=2))
+    assert [*engine.step(), *engine.step()] == []
+    engine.runner.collect = plain  # type: ignore[method-assign]
+    clock.now += 500  # in decode
+    preview, final = engine.finish_decoding()
+    assert (preview.step_index, final.step_index) == (1, 2)
+    assert (preview.metrics.denoise_s, preview.metrics.total_s) == (20, 520)
+    assert (final.metrics.denoise_s, final.metrics.total_s) == (20, 520)
 
 
 # --- nothing of it hurts --------------------------------------------------------------------------

@@ -238,6 +238,30 @@ def test_company_changes_no_bit_of_the_solver() -> None:
         assert torch.equal(own.latents, alone.latents)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_a_resumed_request_ends_where_it_would_have(kind: str, num_steps: int) -> None:
+    """Its state has what a multistep noise scheduler remembers, and its draws go on where they were."""
+    requests = [replace(own, num_inference_steps=6) for own in random_requests(17, 3, side=32)]
+    first = Engine(FakeStackedModel(kind), EngineConfig())
+    for request in requests:
+        first.add_request(request)
+    for _ in range(num_steps):
+        assert first.step() == []
+    states = first.snapshot().states()
+    engine = Engine(FakeStackedModel(kind), EngineConfig())
+    finals: list[PreparedRequest] = []
+    engine.runner.decode = finals.append  # type: ignore[method-assign]
+    for request in requests:
+        assert states[request.request_id].step_index == num_steps
+        engine.add_request(request, states[request.request_id])
+    for _ in range(6 - num_steps):
+        engine.step()
+    assert len(finals) == 3
+    for prepared in finals:
+        assert_expected(kind, prepared)
+
+
 def test_the_state_of_a_resume_must_have_the_memory_in_it() -> None:
     model = FakeStackedModel("DPMSolverMultistepScheduler")
     engine = Engine(model, EngineConfig())

@@ -89,7 +89,7 @@ REQUEST = Request(
     ],
 )
 def test_what_vllm_omni_keys_by_is_another_shape(change: dict[str, Any]) -> None:
-    assert same_shape_key(replace(REQUEST, **change)) != same_shape_key(REQUEST)
+    assert same_shape_key(replace(REQUEST, **change), "embedded") != same_shape_key(REQUEST, "embedded")
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,25 @@ def test_what_vllm_omni_keys_by_is_another_shape(change: dict[str, Any]) -> None
     ],
 )
 def test_what_it_does_not_key_by_is_the_same_shape(change: dict[str, Any]) -> None:
-    assert same_shape_key(replace(REQUEST, **change)) == same_shape_key(REQUEST)
+    assert same_shape_key(replace(REQUEST, **change), "embedded") == same_shape_key(REQUEST, "embedded")
 
 
 def test_a_scale_without_guidance_separates_nobody() -> None:
     off = replace(REQUEST, negative_prompt=None)
-    assert same_shape_key(replace(off, true_cfg_scale=7.0)) == same_shape_key(off)
+    assert same_shape_key(replace(off, true_cfg_scale=7.0), "true_cfg") == same_shape_key(off, "true_cfg")
+
+
+def test_a_scale_that_the_family_ignores_separates_nobody() -> None:
+    other = replace(REQUEST, guidance_scale=3.0)
+    assert same_shape_key(other, "true_cfg") == same_shape_key(REQUEST, "true_cfg")
+
+
+@pytest.mark.parametrize(
+    ("scales", "is_same"), [((0.5, 1.0), True), ((3.0, 5.0), False), ((1.0, 5.0), False)]
+)
+def test_classic_guidance_separates_only_where_it_is_on(scales: tuple[float, float], is_same: bool) -> None:
+    """Such a family's requests have the one scale under both names."""
+    keys = {
+        same_shape_key(replace(REQUEST, true_cfg_scale=own, guidance_scale=own), "classic") for own in scales
+    }
+    assert (len(keys) == 1) == is_same

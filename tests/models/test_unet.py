@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import diffusers
@@ -92,6 +93,25 @@ def test_the_texts_keys_are_made_once_for_a_composition(own: Any, monkeypatch: p
     changed = own(**given | {"encoder_hidden_states": other})[0]
     assert len(made) == 2 * num_blocks
     assert not torch.equal(first, changed)
+
+
+@torch.inference_mode()
+def test_the_texts_keys_go_with_the_text(own: Any) -> None:
+    """Whoever drops a batch after an out-of-memory failure wants all of its memory back."""
+    blocks = [block for part in own.modules() if isinstance(part, RowsTransformer) for block in part.blocks]
+    given = inputs((8, 8), seed=1)
+    own(**given)
+    kept = [weakref.ref(tensor) for block in blocks for tensor in block._keys_values]
+    assert len(kept) == 2 * len(blocks)
+    assert all(tensor() is not None for tensor in kept)
+    first = given.pop("encoder_hidden_states")
+    other = first * 0.5
+    own(**given, encoder_hidden_states=other)
+    del first
+    assert all(tensor() is None for tensor in kept)
+    assert all(len(block._keys_values) == 2 for block in blocks)  # the other text's stay
+    del other
+    assert not any(block._keys_values for block in blocks)
 
 
 def test_the_large_products_are_lent_for_quantization(own: Any) -> None:
