@@ -11,23 +11,40 @@ from offline_diffusion.models.unet_cost import unet_cost
 ConfigReader = Callable[[str], dict[str, Any]]
 """Reads one JSON file of a checkpoint by its path inside it."""
 
-SKIP_LAYER_COLUMNS = (
-    "skip_guidance_layers",
-    "skip_layer_guidance_scale",
-    "skip_layer_guidance_start",
-    "skip_layer_guidance_stop",
-)
-"""A third forward in some of the steps, by diffusers' names."""
-
-SDXL_REFUSED_COLUMNS = {
+REFUSED_COLUMNS = {
+    "prompt_2": "a prompt for the second encoder alone",
+    "negative_prompt_2": "a prompt for the second encoder alone",
+    "ip_adapter_image": "an image as a prompt",
+    "ip_adapter_image_embeds": "an image as a prompt",
+    "negative_ip_adapter_image": "an image as a prompt",
+    "negative_ip_adapter_image_embeds": "an image as a prompt",
+    "sigmas": "a noise schedule of a row's own",
+    "timesteps": "a noise schedule of a row's own",
+    "mu": "a shift of a row's own",
+    "eta": "an amount of fresh noise of a row's own",
     "clip_skip": "another layer of the text encoders",
+    "max_sequence_length": "a prompt limit of a row's own",
+    "pag_scale": "perturbed attention guidance",
+    "pag_adaptive_scale": "perturbed attention guidance",
+}
+"""What the diffusers pipelines of these families take and nobody here does, by their names for it."""
+
+SD3_REFUSED_COLUMNS = REFUSED_COLUMNS | {
+    "prompt_3": "a prompt for the third encoder alone",
+    "negative_prompt_3": "a prompt for the third encoder alone",
+    "skip_guidance_layers": "skip-layer guidance",  # a third forward in some of the steps
+    "skip_layer_guidance_scale": "skip-layer guidance",
+    "skip_layer_guidance_start": "skip-layer guidance",
+    "skip_layer_guidance_stop": "skip-layer guidance",
+}
+
+SDXL_REFUSED_COLUMNS = REFUSED_COLUMNS | {
     "denoising_end": "handing over to a refiner",
     "guidance_rescale": "rescaled guidance",
-    "ip_adapter_image": "an image as a prompt",
-    "negative_prompt_2": "a prompt for the second encoder alone",
-    "prompt_2": "a prompt for the second encoder alone",
+    "negative_original_size": "micro-conditioning of the negative prompt alone",
+    "negative_crops_coords_top_left": "micro-conditioning of the negative prompt alone",
+    "negative_target_size": "micro-conditioning of the negative prompt alone",
 }
-"""By the names that diffusers' pipeline has for them."""
 
 
 def qwen_image_capabilities(read: ConfigReader) -> Capabilities:
@@ -74,6 +91,7 @@ def flux_capabilities(read: ConfigReader) -> Capabilities:
         padded_text_tokens=512,
         num_layers=num_double + num_single,
         hidden_size=hidden,
+        refused_columns=REFUSED_COLUMNS,
         num_parameters=(36 * num_double + 15 * num_single) * hidden**2,
     )
 
@@ -106,7 +124,7 @@ def sd3_capabilities(read: ConfigReader) -> Capabilities:
         num_layers=num_layers,
         hidden_size=hidden,
         num_image_layers=num_dual,
-        refused_columns=dict.fromkeys(SKIP_LAYER_COLUMNS, "skip-layer guidance"),
+        refused_columns=SD3_REFUSED_COLUMNS,
         num_parameters=(36 * num_layers + 7 * num_dual) * hidden**2,
     )
 
