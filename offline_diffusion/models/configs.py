@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from offline_diffusion.errors import UnsupportedModelError
 from offline_diffusion.models.capabilities import BatchKind, Capabilities
 from offline_diffusion.models.unet_cost import unet_cost
 
@@ -70,6 +71,7 @@ def qwen_image_capabilities(read: ConfigReader) -> Capabilities:
 
 def flux_capabilities(read: ConfigReader) -> Capabilities:
     """Of a FLUX.1 checkpoint: dev takes an embedded guidance scale, schnell none."""
+    _refuse_left_out(read, "FLUX.1", 2)
     transformer, vae, clip = (read(f"{part}/config.json") for part in ("transformer", "vae", "text_encoder"))
     num_double, num_single = transformer.get("num_layers", 19), transformer.get("num_single_layers", 38)
     hidden = transformer.get("num_attention_heads", 24) * transformer.get("attention_head_dim", 128)
@@ -98,6 +100,7 @@ def flux_capabilities(read: ConfigReader) -> Capabilities:
 
 def sd3_capabilities(read: ConfigReader) -> Capabilities:
     """Of a Stable Diffusion 3 or 3.5 checkpoint."""
+    _refuse_left_out(read, "Stable Diffusion 3", 3)
     transformer, clip = read("transformer/config.json"), read("text_encoder/config.json")
     hidden = transformer.get("num_attention_heads", 18) * transformer.get("attention_head_dim", 64)
     num_layers, num_dual = (
@@ -131,6 +134,7 @@ def sd3_capabilities(read: ConfigReader) -> Capabilities:
 
 def sdxl_capabilities(read: ConfigReader) -> Capabilities:
     """Of an SDXL checkpoint."""
+    _refuse_left_out(read, "SDXL", 2)
     unet, vae = read("unet/config.json"), read("vae/config.json")
     vae_pixels, default_side = _vae_pixels(vae), int(unet.get("sample_size") or 128)
     cost = unet_cost(unet)
@@ -159,6 +163,24 @@ def sdxl_capabilities(read: ConfigReader) -> Capabilities:
         unet_flops=(cost.per_position, cost.per_square),
         num_parameters=cost.num_parameters,
     )
+
+
+def _refuse_left_out(read: ConfigReader, family: str, num_encoders: int) -> None:
+    """Checkpoints are also saved without an encoder: ``[null, null]`` in ``model_index.json``.
+
+    Raises:
+        UnsupportedModelError: With the name of the part.
+    """
+    index = read("model_index.json")
+    for number in range(1, num_encoders + 1):
+        for kind in ("text_encoder", "tokenizer"):
+            part = kind if number == 1 else f"{kind}_{number}"
+            found = index.get(part, (part,))
+            if found is None or found[0] is None:
+                raise UnsupportedModelError(
+                    f"the checkpoint has no {part}, which {family} is supported with only",
+                    hint="use the whole checkpoint, not one saved without this part",
+                )
 
 
 def _vae_pixels(vae: Mapping[str, Any]) -> int:

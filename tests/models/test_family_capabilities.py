@@ -192,11 +192,10 @@ def test_skip_layer_guidance_is_refused_by_name(tmp_path: Path) -> None:
     assert not isinstance(resolve_row(unset, sd3, RowDefaults()), RowFault)
 
 
-SERVED = set("prompt negative_prompt height width num_inference_steps guidance_scale true_cfg_scale".split())
-SERVED |= {"num_images_per_prompt", "original_size", "crops_coords_top_left", "target_size"}
-HOW_TO_CALL = set("self generator output_type return_dict callback_on_step_end kwargs".split())
-"""What says nothing of a row, and below what no column of a manifest could hold."""
-HOW_TO_CALL |= set("callback_on_step_end_tensor_inputs joint_attention_kwargs cross_attention_kwargs".split())
+SERVED = {"prompt", "negative_prompt", "num_images_per_prompt", "height", "width", "num_inference_steps"}
+SERVED |= {"guidance_scale", "true_cfg_scale", "original_size", "crops_coords_top_left", "target_size"}
+HOW_TO_CALL = {"self", "kwargs", "generator", "output_type", "return_dict", "callback_on_step_end"}
+HOW_TO_CALL |= {"callback_on_step_end_tensor_inputs", "joint_attention_kwargs", "cross_attention_kwargs"}
 TENSORS = {"latents", "prompt_embeds", "pooled_prompt_embeds"}
 TENSORS |= {f"negative_{name}" for name in ("prompt_embeds", "pooled_prompt_embeds")}
 
