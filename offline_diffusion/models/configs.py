@@ -66,6 +66,7 @@ def qwen_image_capabilities(read: ConfigReader) -> Capabilities:
         num_layers=transformer.get("num_layers", 60),
         hidden_size=hidden,
         num_parameters=36 * hidden**2 * transformer.get("num_layers", 60),
+        tiled_decode=True,
     )
 
 
