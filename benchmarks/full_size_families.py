@@ -66,7 +66,7 @@ SDXL_NOISE = {
 
 @dataclass(frozen=True)
 class _SD3:
-    """What tells the transformers of Stable Diffusion 3 and 3.5 apart: the last is the table of positions' side."""
+    """What tells the transformers of Stable Diffusion 3 and 3.5 apart; the last, a side of the positions."""
 
     num_layers: int
     num_heads: int

@@ -34,7 +34,8 @@ class SDXL:
     """The family's model. Offers `models.stacked.StackedModel`.
 
     Args:
-        pipeline: A loaded diffusers ``StableDiffusionXLPipeline``, its modules on ``device``.
+        pipeline: A loaded diffusers ``StableDiffusionXLPipeline``, its modules on ``device``. Its weights are
+            shared: on a GPU they become channels-last, and for float16 the VAE's become float32.
         capabilities: Of this checkpoint.
         device: Where the modules are.
         attention_backend: A name of `attention.backends`, or ``auto``.
