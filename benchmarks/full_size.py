@@ -87,5 +87,7 @@ def random_weights(device: torch.device) -> Iterator[None]:
 
 def checkpoint(num_layers: int = 60) -> Checkpoint:
     """What a Qwen-Image folder of this size would say of itself."""
-    capabilities = Capabilities(family="qwen_image", pipeline="QwenImagePipeline", num_layers=num_layers)
+    capabilities = Capabilities(
+        family="qwen_image", pipeline="QwenImagePipeline", num_layers=num_layers, tiled_decode=True
+    )
     return Checkpoint("random weights", None, FAMILIES[0], capabilities, {"model": "random Qwen-Image"})

@@ -176,12 +176,12 @@ COLUMNS = (
 def header() -> str:
     """Of the lines that `line` makes."""
     names = "".join(f"{name:>10}" for name, _, _ in COLUMNS)
-    return f"{'workload':<19}{'system':<27}{'':<5}{names}"
+    return f"{'workload':<23}{'system':<27}{'':<5}{names}"
 
 
 def line(record: Record) -> str:
     """A record as a line of a table; of a check, what it found."""
-    head = f"{record['workload']:<19}{record['system']:<27}{record['precision']:<5}"
+    head = f"{record['workload']:<23}{record['system']:<27}{record['precision']:<5}"
     if record["s_per_image"] is None:
         return head + "  " + ", ".join(f"{name} {value}" for name, value in record["found"].items())
     cells = ("-" if record[name] is None else form.format(record[name]) for _, name, form in COLUMNS)

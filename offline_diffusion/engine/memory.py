@@ -29,7 +29,7 @@ MEASURED_TOKENS = 8_192
 """Of the step whose peak of memory is measured."""
 
 LARGEST_WHOLE_PIXELS = 2048 * 2048
-"""An image up to which a decode's memory grows with the pixels."""
+"""An image up to which a decode's memory grows with the pixels, where larger ones are decoded in tiles."""
 
 GOOD_SHARE = 0.99
 """Of the best measured rate: what is left is noise, and not worth longer steps."""
@@ -78,11 +78,13 @@ class DeviceLimits:
         free_bytes: Of the device, less `RESERVE`.
         step_bytes: Peak of a step, a token of it.
         decode_bytes: Peak of a decode, a pixel of it.
+        tiled_decode: Whether the family decodes large images in tiles.
     """
 
     free_bytes: int
     step_bytes: float
     decode_bytes: float
+    tiled_decode: bool = False
 
     @property
     def max_tokens(self) -> int:
@@ -92,10 +94,10 @@ class DeviceLimits:
     def decode_tokens(self, num_pixels: int) -> int:
         """Tokens that take the room of decoding an image of so many pixels.
 
-        A large image is decoded in tiles, which take what the largest whole one takes; of the rest a pixel
-        holds an eighth.
+        Tiles of a large image take what the largest whole one takes; of the rest a pixel holds an eighth.
         """
-        num_pixels = max(min(num_pixels, LARGEST_WHOLE_PIXELS), num_pixels // 8)
+        if self.tiled_decode:
+            num_pixels = max(min(num_pixels, LARGEST_WHOLE_PIXELS), num_pixels // 8)
         return int(num_pixels * self.decode_bytes / self.step_bytes)
 
 
@@ -123,6 +125,7 @@ def measure_limits(model: DiffusionModel) -> DeviceLimits | None:
         free_bytes=int(free + cached - RESERVE * total),
         step_bytes=step_bytes,
         decode_bytes=decode / (caps.default_height * caps.default_width),
+        tiled_decode=caps.tiled_decode,
     )
 
 

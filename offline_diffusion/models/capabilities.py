@@ -62,6 +62,7 @@ class Capabilities:
             that a pair of positions adds; they stand in for the formula of transformers.
         guides_from_nothing: Whether a ``classic`` family takes no negative prompt for no text at all, not for
             an empty one.
+        tiled_decode: Whether large images are decoded in tiles, so that a decode's memory stops growing.
         supports_lora: Whether rows may name an adapter.
         micro_conditioning: Whether rows may give `MICRO_CONDITIONING`, in columns of these names.
         refused_columns: Columns that ask the family's diffusers pipeline for what is not built here, and what
@@ -89,6 +90,7 @@ class Capabilities:
     num_parameters: int = 0
     unet_flops: tuple[float, float] | None = None
     guides_from_nothing: bool = False
+    tiled_decode: bool = False
     supports_lora: bool = False
     micro_conditioning: bool = False
     refused_columns: Mapping[str, str] = field(default_factory=dict)

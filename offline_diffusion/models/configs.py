@@ -5,29 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from offline_diffusion.errors import UnsupportedModelError
 from offline_diffusion.models.capabilities import BatchKind, Capabilities
 from offline_diffusion.models.unet_cost import unet_cost
 
 ConfigReader = Callable[[str], dict[str, Any]]
 """Reads one JSON file of a checkpoint by its path inside it."""
 
-SKIP_LAYER_COLUMNS = (
-    "skip_guidance_layers",
-    "skip_layer_guidance_scale",
-    "skip_layer_guidance_start",
-    "skip_layer_guidance_stop",
-)
-"""A third forward in some of the steps, by diffusers' names."""
-
-SDXL_REFUSED_COLUMNS = {
+REFUSED_COLUMNS = {
+    "prompt_2": "a prompt for the second encoder alone",
+    "negative_prompt_2": "a prompt for the second encoder alone",
+    "ip_adapter_image": "an image as a prompt",
+    "ip_adapter_image_embeds": "an image as a prompt",
+    "negative_ip_adapter_image": "an image as a prompt",
+    "negative_ip_adapter_image_embeds": "an image as a prompt",
+    "sigmas": "a noise schedule of a row's own",
+    "timesteps": "a noise schedule of a row's own",
+    "mu": "a shift of a row's own",
+    "eta": "an amount of fresh noise of a row's own",
     "clip_skip": "another layer of the text encoders",
+    "max_sequence_length": "a prompt limit of a row's own",
+    "pag_scale": "perturbed attention guidance",
+    "pag_adaptive_scale": "perturbed attention guidance",
+}
+"""What the diffusers pipelines of these families take and nobody here does, by their names for it."""
+
+SD3_REFUSED_COLUMNS = REFUSED_COLUMNS | {
+    "prompt_3": "a prompt for the third encoder alone",
+    "negative_prompt_3": "a prompt for the third encoder alone",
+    "skip_guidance_layers": "skip-layer guidance",  # a third forward in some of the steps
+    "skip_layer_guidance_scale": "skip-layer guidance",
+    "skip_layer_guidance_start": "skip-layer guidance",
+    "skip_layer_guidance_stop": "skip-layer guidance",
+}
+
+SDXL_REFUSED_COLUMNS = REFUSED_COLUMNS | {
     "denoising_end": "handing over to a refiner",
     "guidance_rescale": "rescaled guidance",
-    "ip_adapter_image": "an image as a prompt",
-    "negative_prompt_2": "a prompt for the second encoder alone",
-    "prompt_2": "a prompt for the second encoder alone",
+    "negative_original_size": "micro-conditioning of the negative prompt alone",
+    "negative_crops_coords_top_left": "micro-conditioning of the negative prompt alone",
+    "negative_target_size": "micro-conditioning of the negative prompt alone",
 }
-"""By the names that diffusers' pipeline has for them."""
 
 
 def qwen_image_capabilities(read: ConfigReader) -> Capabilities:
@@ -48,11 +66,13 @@ def qwen_image_capabilities(read: ConfigReader) -> Capabilities:
         num_layers=transformer.get("num_layers", 60),
         hidden_size=hidden,
         num_parameters=36 * hidden**2 * transformer.get("num_layers", 60),
+        tiled_decode=True,
     )
 
 
 def flux_capabilities(read: ConfigReader) -> Capabilities:
     """Of a FLUX.1 checkpoint: dev takes an embedded guidance scale, schnell none."""
+    _refuse_left_out(read, "FLUX.1", 2)
     transformer, vae, clip = (read(f"{part}/config.json") for part in ("transformer", "vae", "text_encoder"))
     num_double, num_single = transformer.get("num_layers", 19), transformer.get("num_single_layers", 38)
     hidden = transformer.get("num_attention_heads", 24) * transformer.get("attention_head_dim", 128)
@@ -74,12 +94,14 @@ def flux_capabilities(read: ConfigReader) -> Capabilities:
         padded_text_tokens=512,
         num_layers=num_double + num_single,
         hidden_size=hidden,
+        refused_columns=REFUSED_COLUMNS,
         num_parameters=(36 * num_double + 15 * num_single) * hidden**2,
     )
 
 
 def sd3_capabilities(read: ConfigReader) -> Capabilities:
     """Of a Stable Diffusion 3 or 3.5 checkpoint."""
+    _refuse_left_out(read, "Stable Diffusion 3", 3)
     transformer, clip = read("transformer/config.json"), read("text_encoder/config.json")
     hidden = transformer.get("num_attention_heads", 18) * transformer.get("attention_head_dim", 64)
     num_layers, num_dual = (
@@ -106,13 +128,14 @@ def sd3_capabilities(read: ConfigReader) -> Capabilities:
         num_layers=num_layers,
         hidden_size=hidden,
         num_image_layers=num_dual,
-        refused_columns=dict.fromkeys(SKIP_LAYER_COLUMNS, "skip-layer guidance"),
+        refused_columns=SD3_REFUSED_COLUMNS,
         num_parameters=(36 * num_layers + 7 * num_dual) * hidden**2,
     )
 
 
 def sdxl_capabilities(read: ConfigReader) -> Capabilities:
     """Of an SDXL checkpoint."""
+    _refuse_left_out(read, "SDXL", 2)
     unet, vae = read("unet/config.json"), read("vae/config.json")
     vae_pixels, default_side = _vae_pixels(vae), int(unet.get("sample_size") or 128)
     cost = unet_cost(unet)
@@ -141,6 +164,24 @@ def sdxl_capabilities(read: ConfigReader) -> Capabilities:
         unet_flops=(cost.per_position, cost.per_square),
         num_parameters=cost.num_parameters,
     )
+
+
+def _refuse_left_out(read: ConfigReader, family: str, num_encoders: int) -> None:
+    """Checkpoints are also saved without an encoder: ``[null, null]`` in ``model_index.json``.
+
+    Raises:
+        UnsupportedModelError: With the name of the part.
+    """
+    index = read("model_index.json")
+    for number in range(1, num_encoders + 1):
+        for kind in ("text_encoder", "tokenizer"):
+            part = kind if number == 1 else f"{kind}_{number}"
+            found = index.get(part, (part,))
+            if found is None or found[0] is None:
+                raise UnsupportedModelError(
+                    f"the checkpoint has no {part}, which {family} is supported with only",
+                    hint="use the whole checkpoint, not one saved without this part",
+                )
 
 
 def _vae_pixels(vae: Mapping[str, Any]) -> int:

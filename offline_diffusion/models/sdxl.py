@@ -34,7 +34,8 @@ class SDXL:
     """The family's model. Offers `models.stacked.StackedModel`.
 
     Args:
-        pipeline: A loaded diffusers ``StableDiffusionXLPipeline``, its modules on ``device``.
+        pipeline: A loaded diffusers ``StableDiffusionXLPipeline``, its modules on ``device``. Its weights are
+            shared: on a GPU they become channels-last, and for float16 the VAE's become float32.
         capabilities: Of this checkpoint.
         device: Where the modules are.
         attention_backend: A name of `attention.backends`, or ``auto``.
@@ -195,9 +196,6 @@ def refuse_unsupported(pipeline: Any) -> None:
     Raises:
         UnsupportedModelError: With the name of the key or part.
     """
-    for part in ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2"):
-        if getattr(pipeline, part, None) is None:
-            raise UnsupportedModelError(f"the checkpoint has no {part}, which SDXL is supported with only")
     unet, vae = pipeline.unet.config, pipeline.vae.config
     expected = {
         "addition_embed_type": "text_time",
@@ -212,6 +210,10 @@ def refuse_unsupported(pipeline: Any) -> None:
         "use_linear_projection": True,
         "center_input_sample": None,
         "resnet_time_scale_shift": "default",
+        "resnet_skip_time_act": None,
+        "resnet_out_scale_factor": 1.0,
+        "mid_block_only_cross_attention": None,
+        "act_fn": "silu",
         "in_channels": vae.latent_channels,
         "out_channels": vae.latent_channels,
     }

@@ -166,7 +166,11 @@ def own_vae(vae: Any) -> Any:
 
 
 def share_weights(module: Any) -> Any:
-    """A copy whose parameters and buffers are those of ``module``."""
+    """A copy whose parameters and buffers are those of ``module``.
+
+    What moves or converts the copy's parameters (``to``, another memory format) does so to ``module``'s, for
+    they are the same tensors. Build ``module`` again where it is to stay as it was.
+    """
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 

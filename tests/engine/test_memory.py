@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from engine_fakes import FakeModel
 
@@ -15,6 +17,15 @@ LIMITS = DeviceLimits(free_bytes=10_000_000, step_bytes=1_000, decode_bytes=2_00
 def test_room_is_counted_in_tokens() -> None:
     assert LIMITS.max_tokens == 10_000
     assert LIMITS.decode_tokens(1_500) == 3_000
+
+
+@pytest.mark.parametrize(
+    ("side", "whole", "in_tiles"),
+    [(2048, 2048**2, 2048**2), (4096, 4096**2, 2048**2), (8192, 8192**2, 8192**2 // 8)],
+)
+def test_only_tiles_keep_a_large_decode_small(side: int, whole: int, in_tiles: int) -> None:
+    assert LIMITS.decode_tokens(side**2) == 2 * whole
+    assert replace(LIMITS, tiled_decode=True).decode_tokens(side**2) == 2 * in_tiles
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from offline_diffusion.models.loader import model_from_pipeline
 
 pytestmark = pytest.mark.gpu
 
-NAMES = ["flux_dev", "sd35_large", "sd35_medium"]
+NAMES = ["flux_dev", "flux_schnell", "sd3_medium", "sd35_large", "sd35_medium"]
 NUM_LAYERS = int(os.environ.get("OFFDIFF_GPU_LAYERS", "3"))
 WORDS = ["storm", "lamp", "violet", "river", "seven", "quiet", "☂", "雨", "under", "glass"]
 
@@ -30,7 +30,7 @@ def load(name: str) -> Any:
     from full_size_families import build
 
     device = torch.device("cuda")
-    pipeline, checkpoint = build(name, device, num_layers=NUM_LAYERS)
+    pipeline, checkpoint = build(name, device, num_layers=NUM_LAYERS, num_text_layers=3)
     return model_from_pipeline(pipeline, checkpoint, device)
 
 
@@ -52,6 +52,22 @@ def assert_a_step_does_not_know_its_company(model: Any, composition: int) -> Non
 @torch.inference_mode()
 def test_noise_prediction_and_latents_do_not_depend_on_company(model: Any, composition: int) -> None:
     assert_a_step_does_not_know_its_company(model, 3000 + composition)
+
+
+@torch.inference_mode()
+def test_company_of_more_than_64_sequences(model: Any) -> None:
+    """Forty guided pairs and a larger image: products over sequences have more rows than padding gives."""
+    rng = random.Random(7)
+    requests = [random_request(rng, str(index), [(64, 64)]) for index in range(40)]
+    requests.append(random_request(rng, "40", [(384, 640)]))
+    guided = [replace(own, true_cfg_scale=3.0, negative_prompt="blurry") for own in requests]
+    runner = ModelRunner(model)
+    prepared = [prepare(runner, resolved(own, model.capabilities), 1) for own in guided]
+    for request, packed in zip(prepared, forward(model, prepared), strict=True):
+        (alone,) = forward(model, [request])
+        assert packed.noise_pred.isfinite().all()
+        assert torch.equal(packed.noise_pred, alone.noise_pred), request.request
+        assert torch.equal(packed.latents, alone.latents), request.request
 
 
 @pytest.mark.parametrize("composition", range(6))
@@ -111,20 +127,33 @@ def test_a_recorded_step_is_the_step(model: Any) -> None:
 
 
 @torch.inference_mode()
-def test_a_picture_is_diffusers_but_for_bfloat16s_rounding(model: Any) -> None:
-    """A whole run against the pipeline given the row alone: mean difference over the picture."""
-    request = resolved(random_request(random.Random(9), "0", [(256, 384)]), model.capabilities)
+def test_a_noise_prediction_is_diffusers_but_for_bfloat16s_rounding(model: Any) -> None:
+    """The first of a run of the pipeline given the row alone, from the same noise and prompt."""
+    request = random_request(random.Random(9), "0", [(256, 384)])
     request = replace(request, true_cfg_scale=1.0, guidance_scale=1.0, num_inference_steps=3)
-    (image,) = model._pipeline(
+    request = resolved(request, model.capabilities)
+    seen: list[torch.Tensor] = []
+    hook = model._pipeline.transformer.register_forward_hook(lambda *call: seen.append(call[-1][0]))
+    model._pipeline(
         request.prompt,
         height=request.height,
         width=request.width,
         num_inference_steps=3,
         generator=torch.Generator("cpu").manual_seed(request.seed),
         guidance_scale=1.0,
-    ).images
-    (own,) = pixels(Engine(model, EngineConfig()), [request])
-    assert np.abs(own.astype(float) - np.asarray(image)).mean() < 4
+        output_type="latent",
+    )
+    hook.remove()
+    theirs = (seen[0][0] if seen[0].ndim == 3 else patches(seen[0])).float()
+    (own,) = forward(model, [prepare(ModelRunner(model), request)])
+    assert theirs.std() > 0.01
+    assert (own.noise_pred.float() - theirs).norm() / theirs.norm() < 0.02
+
+
+def patches(latents: torch.Tensor) -> torch.Tensor:
+    """``[1, C, 2 · rows, 2 · columns]`` → ``[S, 4 · C]``, channels first within a patch."""
+    split = latents[0].unflatten(1, (-1, 2)).unflatten(3, (-1, 2))  # [C, rows, 2, columns, 2]
+    return split.permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -32,7 +32,7 @@ DEVICE = torch.device("cuda")
 def load() -> tuple[Any, Any]:
     from full_size_families import build
 
-    pipeline, checkpoint = build("sdxl", DEVICE, num_layers=NUM_LAYERS)
+    pipeline, checkpoint = build("sdxl", DEVICE, num_layers=NUM_LAYERS, num_text_layers=3)
     return pipeline, model_from_pipeline(pipeline, checkpoint, DEVICE)
 
 

@@ -5,6 +5,7 @@ The configs are those of the published checkpoints; modules are made without mem
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from offline_diffusion.data.rows import ManifestRow, RowDefaults, RowFault, resolve_row
 from offline_diffusion.data.work import Work, WorkMeter
+from offline_diffusion.models import configs
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.models.registry import capabilities_for
 from offline_diffusion.request import SamplingParams
@@ -188,6 +190,41 @@ def test_skip_layer_guidance_is_refused_by_name(tmp_path: Path) -> None:
         assert not isinstance(other, RowFault)
     unset = row(skip_guidance_layers=None)  # of a table with rows that ask for it
     assert not isinstance(resolve_row(unset, sd3, RowDefaults()), RowFault)
+
+
+SERVED = {"prompt", "negative_prompt", "num_images_per_prompt", "height", "width", "num_inference_steps"}
+SERVED |= {"guidance_scale", "true_cfg_scale", "original_size", "crops_coords_top_left", "target_size"}
+HOW_TO_CALL = {"self", "kwargs", "generator", "output_type", "return_dict", "callback_on_step_end"}
+HOW_TO_CALL |= {"callback_on_step_end_tensor_inputs", "joint_attention_kwargs", "cross_attention_kwargs"}
+TENSORS = {"latents", "prompt_embeds", "pooled_prompt_embeds"}
+TENSORS |= {f"negative_{name}" for name in ("prompt_embeds", "pooled_prompt_embeds")}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "refused"),
+    [
+        ("FluxPipeline", configs.REFUSED_COLUMNS),
+        ("StableDiffusion3Pipeline", configs.SD3_REFUSED_COLUMNS),
+        ("StableDiffusion3PAGPipeline", configs.SD3_REFUSED_COLUMNS),
+        ("StableDiffusionXLPipeline", configs.SDXL_REFUSED_COLUMNS),
+        ("StableDiffusionXLPAGPipeline", configs.SDXL_REFUSED_COLUMNS),
+    ],
+)
+def test_no_argument_of_diffusers_pipeline_is_passed_over(pipeline: str, refused: dict[str, str]) -> None:
+    arguments = set(inspect.signature(getattr(diffusers, pipeline).__call__).parameters)
+    assert arguments - SERVED - HOW_TO_CALL - TENSORS <= set(refused)
+    assert not SERVED & set(refused)
+
+
+@pytest.mark.parametrize("name", ["FLUX.1-schnell", "stable-diffusion-3-medium"])
+def test_a_column_that_asks_for_what_is_not_built_is_refused(tmp_path: Path, name: str) -> None:
+    capabilities = capabilities_of(name, tmp_path)
+    fault = resolve_row(row(note="kept", prompt_2="a dog"), capabilities, RowDefaults())
+    assert isinstance(fault, RowFault)
+    assert (fault.column, fault.value) == ("prompt_2", "a dog")
+    assert fault.reason.startswith("a prompt for the second encoder alone is not supported")
+    unset = row(prompt_2=None, sigmas=None)
+    assert not isinstance(resolve_row(unset, capabilities, RowDefaults()), RowFault)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from families import build_flux, build_sd3, build_sdxl
 from offline_diffusion.config import EngineConfig
 from offline_diffusion.errors import ModelError, UnsupportedModelError
 from offline_diffusion.models.loader import load_model
+from offline_diffusion.models.registry import capabilities_for
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,35 @@ def test_of_a_noise_scheduler(tmp_path: Path, key: str) -> None:
         load_model(EngineConfig(model=str(folder), device="cpu"))
 
 
-def test_of_sdxl(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "supported"),
+    [
+        ("center_input_sample", True, None),
+        ("resnet_skip_time_act", True, None),
+        ("resnet_out_scale_factor", 1.5, 1.0),
+        ("mid_block_only_cross_attention", True, None),
+        ("act_fn", "gelu", "silu"),
+    ],
+)
+def test_of_sdxl(tmp_path: Path, key: str, value: Any, supported: Any) -> None:
     folder = build_sdxl(tmp_path / "model")
-    change_json(folder / "unet" / "config.json", center_input_sample=True)
-    with pytest.raises(UnsupportedModelError, match="center_input_sample=True, supported for SDXL: None"):
+    change_json(folder / "unet" / "config.json", **{key: value})
+    with pytest.raises(UnsupportedModelError, match=f"{key}={value}, supported for SDXL: {supported}"):
         load_model(EngineConfig(model=str(folder), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("build", "part"),
+    [(build_sd3, "text_encoder_3"), (build_flux, "text_encoder_2"), (build_sdxl, "tokenizer")],
+)
+def test_of_one_saved_without_an_encoder(tmp_path: Path, build: Any, part: str) -> None:
+    """diffusers writes such folders and draws from them; here it is known before weights are loaded."""
+    folder = build(tmp_path / "model")
+    change_json(folder / "model_index.json", **{part: [None, None]})
+    with pytest.raises(
+        UnsupportedModelError, match=f"the checkpoint has no {part}, which .* supported with only"
+    ):
+        capabilities_for(str(folder))
 
 
 @pytest.mark.parametrize(
