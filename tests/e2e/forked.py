@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -71,10 +70,8 @@ class _search_path:
 def _live(stderr: Connection, environment: dict[str, str], module: str, arguments: list[str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(stderr.fileno(), 2)
     stderr.close()
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     sys.argv = [module, *arguments]
     importlib.import_module(module).main()

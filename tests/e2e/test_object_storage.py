@@ -82,9 +82,7 @@ def test_two_devices_and_a_manifest_there(s3: S3Server, tmp_path: Path) -> None:
 def test_a_storage_that_is_away_is_waited_for(s3: S3Server, tmp_path: Path) -> None:
     manifest = write_jsonl(tmp_path / "m.jsonl", [{"prompt": "a red cup"}])
     s3.fault = lambda request: "busy" if request.verb == "PUT" and "staged" in request.key else None
-    process = Forked(
-        "run", manifest, "--out", URL, "--work-dir", tmp_path / "a", "--height=32", "--width=32"
-    )
+    process = Forked("run", manifest, "--out", URL, "--work-dir", tmp_path / "a", "--height=32", "--width=32")
     assert process.wait_until(
         lambda: any("trying again, for at most 300 s" in line for line in process.lines)
     )
