@@ -43,6 +43,10 @@ $(VENV)/installed-dev: pyproject.toml | $(BIN)/python
 	$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/installed $(VENV)/installed-test
 
+$(VENV)/installed-ray: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[ray,test]'
+	@touch $@ $(VENV)/installed $(VENV)/installed-test
+
 quickstart: $(VENV)/installed
 	$(BIN)/offdiff run manifests/quickstart.jsonl --out $(QUICKSTART)
 	@echo
@@ -65,8 +69,7 @@ test-slurm: $(VENV)/installed-test
 	-timeout 600 tests/slurm/install.sh
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slurm tests/slurm
 
-test-ray: $(VENV)/installed-test
-	$(PIP) --editable '.[ray]'
+test-ray: $(VENV)/installed-ray
 	$(ONE_THREAD) $(BIN)/python -m pytest -m ray tests/ray_cluster
 
 lint: $(VENV)/installed-dev

@@ -96,6 +96,7 @@ def s3(_s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     # Only our own patience: that of the libraries takes seconds.
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda **_: 0.0)
     monkeypatch.setattr(requests_again, "FIRST_PAUSE_S", 0.01)
     _s3_server.reset()
     return _s3_server

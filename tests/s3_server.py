@@ -5,6 +5,7 @@ What it holds is read with boto3, never with the code under test.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -58,9 +59,9 @@ class S3Server:
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    @property
+    @functools.cached_property
     def client(self) -> Any:
-        """boto3's own client."""
+        """boto3's own client; any thread may use it."""
         return boto3.client(
             "s3",
             endpoint_url=self.url,

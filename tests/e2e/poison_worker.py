@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from offline_diffusion import job, pulse
-from offline_diffusion.cli.main import main
+from offline_diffusion.cli.main import main as offdiff
 from offline_diffusion.config import JobConfig
 from offline_diffusion.engine.engine import Engine
 from offline_diffusion.models.loader import load_model
@@ -79,6 +79,10 @@ def load_engine(config: JobConfig, checkpoint: Checkpoint) -> Engine:
     return Engine(model, config)
 
 
-if __name__ == "__main__":
+def main() -> None:
     job._load_engine = load_engine
-    main(sys.argv[1:])
+    offdiff(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from forked import ForkedPopen
+
 PATIENCE_S = 120.0
 
 
@@ -22,32 +24,20 @@ def _command(*args: str | Path) -> list[str]:
     return [sys.executable, "-m", "offline_diffusion.cli.main", *map(str, args)]
 
 
-_WITH_STALE_S = """
-import sys
-from offline_diffusion.cli.main import main
-from offline_diffusion.data import heartbeat, sink
-heartbeat.STALE_S, sink.INTERVAL_S = float(sys.argv[1]), 0.2
-sys.argv[1:] = sys.argv[2:]
-main()
-"""
-
-
 class Process:
     """A command at work; ``lines`` are what it has said on standard error so far.
 
-    With ``step_log`` it appends every step of every image to that file, see ``step_log.py``. With ``stale_s``
-    it takes another worker for dead after so many seconds of silence.
+    With ``script`` that stands in for ``offdiff``.
     """
 
-    def __init__(self, *args: str | Path, step_log: Path | None = None, stale_s: float | None = None) -> None:
+    def __init__(self, *args: str | Path, script: Path | None = None) -> None:
+        command = _command(*args) if script is None else [sys.executable, str(script), *map(str, args)]
+        popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._watch(popen)
+
+    def _watch(self, popen: subprocess.Popen[str] | ForkedPopen) -> None:
         self.lines: list[str] = []
-        command = _command(*args)
-        if step_log is not None:
-            script = Path(__file__).with_name("step_log.py")
-            command = [sys.executable, str(script), str(step_log), *map(str, args)]
-        elif stale_s is not None:
-            command = [sys.executable, "-c", _WITH_STALE_S, str(stale_s), *map(str, args)]
-        self._popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._popen = popen
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -96,6 +86,16 @@ class Process:
         assert self._popen.stderr is not None
         self._popen.stderr.close()
         return code
+
+
+class Forked(Process):
+    """Likewise, with the libraries loaded before it begins; see ``forked.py``.
+
+    With ``program`` the function ``main`` of that module stands in for ``offdiff``.
+    """
+
+    def __init__(self, *args: str | Path, program: str = "offline_diffusion.cli.main") -> None:
+        self._watch(ForkedPopen(program, list(map(str, args))))
 
 
 class Cost(NamedTuple):

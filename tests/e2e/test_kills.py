@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from job_fakes import Runner, contents, pixels_by_key, read_table, write_jsonl
-from processes import Process, offdiff
+from processes import Forked, offdiff
 
 from offline_diffusion.data.verify import verify_shards
 
@@ -72,7 +72,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
     made: dict[tuple[int, int], int] = {}
     num_killed = 0
     for number in range(NUM_KILLS):
-        process = Process("run", manifest, "--out", out, *FLAGS)
+        process = Forked("run", manifest, "--out", out, *FLAGS)
         if process.wait_for_line("running:"):
             if number % 3 == 1:  # some come after an image, however slow the machine is
                 process.wait_until(lambda made=made: len(dict(durable(out))) > len(made), 0.05)
@@ -111,7 +111,7 @@ def test_kills_while_scanning_loading_and_publishing(tmp_path: Path) -> None:
     num_published = 0
     for when in ("scanning", "loading", publishing, one_more, publishing, one_more):
         num_published = len(list(markers.iterdir())) if markers.exists() else 0
-        process = Process("run", manifest, "--out", out, *flags)
+        process = Forked("run", manifest, "--out", out, *flags)
         landed = process.wait_until(when, 0.0) if callable(when) else process.wait_for_line(when)
         process.send(signal.SIGKILL)
         assert landed
@@ -129,9 +129,9 @@ def test_kills_of_three_tasks_at_once(tmp_path: Path) -> None:
     manifest = make_manifest(tmp_path / "m.jsonl", num_steps=20)
     out = tmp_path / "out"
 
-    def start() -> list[Process]:
+    def start() -> list[Forked]:
         flags = (*FLAGS, "--num-tasks=3")
-        return [Process("run", manifest, "--out", out, *flags, f"--task-index={task}") for task in range(3)]
+        return [Forked("run", manifest, "--out", out, *flags, f"--task-index={task}") for task in range(3)]
 
     processes = start()
     processes[0].wait_for_line("running:")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from job_fakes import Runner, contents, pixels_by_key, write_jsonl
-from processes import Process, offdiff
+from processes import Forked, Process, offdiff
 from s3_server import BUCKET, S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -31,7 +31,7 @@ def test_machines_come_and_go(s3: S3Server, tmp_path: Path) -> None:
     manifest = make_manifest(tmp_path / "m.jsonl")
 
     def start(machine: str, *flags: str) -> Process:
-        return Process("run", manifest, "--out", URL, "--work-dir", tmp_path / machine, *FLAGS, *flags)
+        return Forked("run", manifest, "--out", URL, "--work-dir", tmp_path / machine, *FLAGS, *flags)
 
     stopped = start("a")
     assert stopped.wait_until(lambda: any("images/s" in line for line in stopped.lines))
@@ -82,9 +82,7 @@ def test_two_devices_and_a_manifest_there(s3: S3Server, tmp_path: Path) -> None:
 def test_a_storage_that_is_away_is_waited_for(s3: S3Server, tmp_path: Path) -> None:
     manifest = write_jsonl(tmp_path / "m.jsonl", [{"prompt": "a red cup"}])
     s3.fault = lambda request: "busy" if request.verb == "PUT" and "staged" in request.key else None
-    process = Process(
-        "run", manifest, "--out", URL, "--work-dir", tmp_path / "a", "--height=32", "--width=32"
-    )
+    process = Forked("run", manifest, "--out", URL, "--work-dir", tmp_path / "a", "--height=32", "--width=32")
     assert process.wait_until(
         lambda: any("trying again, for at most 300 s" in line for line in process.lines)
     )

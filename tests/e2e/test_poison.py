@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from job_fakes import Runner, make_rows, pixels_by_key, read_table, write_jsonl
+from processes import Forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -17,9 +19,16 @@ SCRIPT = Path(__file__).with_name("poison_worker.py")
 FLAGS = ("--shard-size=8", "--max-num-seqs=4", "--height=32", "--width=32", "--num-inference-steps=3")
 
 
-def run(manifest: Path, out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "run", str(manifest), "--out", str(out), *FLAGS, *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+class Ended(NamedTuple):
+    """A command that has come to its end."""
+
+    returncode: int
+    stderr: str
+
+
+def run(manifest: Path, out: Path, *flags: str) -> Ended:
+    process = Forked("run", manifest, "--out", out, *FLAGS, *flags, program=SCRIPT.stem)
+    return Ended(process.wait(), process.stderr)
 
 
 def test_a_row_that_crashes_twice_is_set_aside(tmp_path: Path) -> None:

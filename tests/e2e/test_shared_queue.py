@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from job_fakes import Runner, read_table
-from processes import Process
+from processes import Forked, Process
 from test_kills import FLAGS, OPTIONS, check_same, make_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -31,7 +31,7 @@ def whole(manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(manifest: Path, out: Path, *flags: str) -> Process:
-    return Process("run", manifest, "--out", out, *FLAGS, *flags, stale_s=STALE_S)
+    return Forked(str(STALE_S), "run", manifest, "--out", out, *FLAGS, *flags, program="impatient")
 
 
 def images_drawn(out: Path) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from job_fakes import Runner, contents, read_table, write_jsonl
-from processes import Process, offdiff
+from processes import Forked, Process, offdiff
 from safetensors import safe_open
 from step_log import Step, read_steps
 
@@ -39,6 +39,10 @@ def make_manifest(path: Path, num_steps: int) -> tuple[Path, dict[str, int]]:
     rows[7]["num_images_per_prompt"] = 2
     steps = {f"{n}-0": row["num_inference_steps"] for n, row in enumerate(rows)}
     return write_jsonl(path, rows), steps | {"7-1": steps["7-0"]}
+
+
+def start(manifest: Path, out: Path, *flags: str, log: Path) -> Process:
+    return Forked(log, "run", manifest, "--out", out, *flags, program="step_log")
 
 
 def saved_steps(out: Path) -> dict[str, int]:
@@ -78,7 +82,7 @@ def test_kills_lose_the_steps_since_the_last_checkpoint(
     log, num_done, num_lost, num_resumed = tmp_path / "steps.log", 0, 0, 0
     for _ in range(NUM_KILLS):
         flags = (*FLAGS, f"--checkpoint-interval={INTERVAL_S}")
-        process = Process("run", manifest, "--out", out, *flags, step_log=log)
+        process = start(manifest, out, *flags, log=log)
         assert process.wait_for_line("running:")
         size = log.stat().st_size if log.exists() else 0
         process.wait_until(lambda size=size: log.exists() and log.stat().st_size > size)
@@ -94,7 +98,7 @@ def test_kills_lose_the_steps_since_the_last_checkpoint(
         assert all(killed_at - step.at <= INTERVAL_S + SLACK_S for step in lost)
         num_done, num_lost = len(steps), num_lost + len(lost)
     monkeypatch.delenv("STEP_PAUSE_S")
-    process = Process("run", manifest, "--out", out, *FLAGS, step_log=log)
+    process = start(manifest, out, *FLAGS, log=log)
     assert process.wait() == 0, process.stderr
     assert num_resumed > 0, "no kill came in mid-denoise"
     total, whole = len(read_steps(log)), sum(needed.values())
@@ -110,7 +114,7 @@ def test_signals_lose_no_step_at_all(tmp_path: Path) -> None:
     moments = random.Random(15)
     while code == 75:
         number = (signal.SIGTERM, signal.SIGUSR1)[num_runs % 2]
-        process = Process("run", manifest, "--out", out, *FLAGS, step_log=log)
+        process = start(manifest, out, *FLAGS, log=log)
         if process.wait_for_line("running:"):
             time.sleep(moments.uniform(0.3, 1.2))
         sent_at = time.monotonic()

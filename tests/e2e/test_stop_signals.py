@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from job_fakes import Runner, contents, make_rows, pixels_by_key, write_jsonl
-from processes import Process, offdiff
+from processes import Forked, Process, offdiff
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -21,7 +21,7 @@ def test_each_signal_in_turn_then_to_the_end(tmp_path: Path) -> None:
     manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(60)), tmp_path / "out"
     num_done = 0
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        process = Process("run", manifest, "--out", out, *FLAGS)
+        process = Forked("run", manifest, "--out", out, *FLAGS)
         assert process.wait_for_line("running:")
         process.send(signal.SIGCONT)
         time.sleep(0.3)
@@ -53,7 +53,7 @@ def test_one_signal_or_two_stop_within_seconds(tmp_path: Path) -> None:
     manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(6)), tmp_path / "out"
     endless = ("--height=48", "--width=48", "--num-inference-steps=10000")
     for signals in ([signal.SIGTERM], [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]):
-        process = Process("run", manifest, "--out", out, *endless)
+        process = Forked("run", manifest, "--out", out, *endless)
         assert process.wait_for_line("running:")
         started = time.monotonic()
         for number in signals:
