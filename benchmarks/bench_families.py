@@ -317,5 +317,15 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _silence_libraries() -> None:
+    """They tell of every prompt that is cut."""
+    import diffusers
+    import transformers
+
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+
+
 if __name__ == "__main__":
+    _silence_libraries()
     main(sys.argv[1:])
