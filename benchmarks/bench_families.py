@@ -5,9 +5,9 @@
     python benchmarks/bench_families.py --model sdxl --only 1024 --parts   # kernels of a step by device time
     python benchmarks/bench_families.py --model sd35_large --device cpu --tiny --only 1024     # to rehearse
 
-Weights are random. Every system gives two times an image: of the denoise loop on the device, and of all
-from text to pixels on the host. Where ``num_timed_steps`` is less than ``num_steps``, fewer steps were run and
-a step's time is multiplied; encoding and decoding are always run whole. diffusers draws a share of the images,
+Weights are random. Every system gives two times an image: of the denoise loop on the device, and of all from
+text to pixels on the host. Where ``num_timed_steps`` is less than ``num_steps``, fewer steps were run and a
+step's time is multiplied; encoding and decoding are always run whole. diffusers draws a share of the images:
 of each shape at most two calls. FLOPs are those of the transformer or UNet; the floor is 790 TFLOP/s in bf16,
 whatever the precision. The last line is the records as JSON.
 """
@@ -317,5 +317,15 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _silence_libraries() -> None:
+    """They tell of every prompt that is cut."""
+    import diffusers
+    import transformers
+
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+
+
 if __name__ == "__main__":
+    _silence_libraries()
     main(sys.argv[1:])

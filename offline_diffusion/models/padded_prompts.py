@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offline_diffusion.errors import ModelError
+from offline_diffusion.errors import ModelError, UnsupportedModelError
 from offline_diffusion.models.base import TokenizedPrompt
 from offline_diffusion.upload import upload
 
@@ -33,6 +33,7 @@ class PaddedEncoder:
             row for each prompt.
 
     Raises:
+        UnsupportedModelError: The pipeline was loaded without one of them.
         ModelError: The tokenizer is not the encoder's: without its files transformers makes an empty one that
             draws wrong pictures.
     """
@@ -43,6 +44,8 @@ class PaddedEncoder:
     encode: Callable[[Tensor], tuple[Tensor, ...]]
 
     def __post_init__(self) -> None:
+        if self.tokenizer is None or self.encoder is None:
+            raise UnsupportedModelError("the pipeline has no tokenizer or text encoder where one is needed")
         found, wanted = len(self.tokenizer), self.encoder.config.vocab_size
         if not wanted / 2 < found <= wanted:
             raise ModelError(
