@@ -22,8 +22,8 @@ from world.scorer import score
 from world.supply import Size, sample_examples
 from world.vae import decode, encode, loss, make_vae, see_one_frame
 
-TRAINED_SIZES = ((128, 128), (64, 64), (256, 256))
-"""Convolutions learn all sizes from few, and each is compiled by itself."""
+TRAINED_SIZES = ((64, 64), (256, 256))
+"""Convolutions learn the sizes between from the smallest and the largest; each is compiled by itself."""
 
 POOL_PIXELS = 2**29
 """Pixels of the drawn pictures of each size, uint8."""
