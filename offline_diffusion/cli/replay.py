@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -15,14 +13,14 @@ import click
 
 from offline_diffusion.bench.arrivals import ARRIVAL_KINDS, DEFAULT_BURSTINESS
 from offline_diffusion.bench.records import DEFAULT_NUM_WARM_UPS, DEFAULT_SLO_SCALE
-from offline_diffusion.bench.report import SIZE_HEADER, Report, Run, size_rows, summary_rows
+from offline_diffusion.bench.report import Report, Run
 from offline_diffusion.cli.cost_record import CostRecord, device_name, recall, remember
 from offline_diffusion.cli.options import gather_values, job_option, model_options, row_options
 from offline_diffusion.cli.plan import ASSUMED_TFLOPS, likely_budget
 from offline_diffusion.cli.progress import ticking
+from offline_diffusion.cli.replay_report import describe, facts_of, make_room, show
 from offline_diffusion.cli.run import engine_options
 from offline_diffusion.cli.signals import STOP_KEY
-from offline_diffusion.cli.text import duration, table
 from offline_diffusion.config import EngineConfig, JobConfig, make_job_config
 from offline_diffusion.errors import ConfigError, JobInterrupted
 from offline_diffusion.job_yaml import read_job_file
@@ -171,9 +169,9 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         stopped=lambda: stop.requests > 0,
         observer=done.__setitem__,
     )
-    facts = _facts(given, trace, requests, faults)
+    facts = facts_of(given, trace, requests, faults)
     modes = _modes(config, given["compare"], capabilities, simulate=given["simulate"])
-    with ticking(partial(_describe, done, len(requests))):
+    with ticking(partial(describe, done, len(requests))):
         if given["simulate"]:
             runs, failure = _collected(_simulated(session, config, modes, capabilities, given, facts))
         else:
@@ -181,7 +179,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
             facts["device"] = device_name(config.device)
     if missing := [name for name in modes if name not in {run.name for run in runs}]:
         facts["not run"] = ", ".join(missing)
-    _show(Report(trace.source, config.model, facts, runs), given)
+    show(Report(trace.source, config.model, facts, runs), given)
     if failure is not None:
         raise failure
     if stop.requests:
@@ -208,17 +206,7 @@ def _check(given: Mapping[str, Any]) -> None:
     if given["replicas"] > 1 and not given["simulate"]:
         raise ConfigError("--replicas is for --simulate")
     if given["html"] is not None:
-        _make_room(given["html"])
-
-
-def _make_room(page: Path) -> None:
-    """The folder of a file that is written at the end, made now: hours of runs must not be lost to it."""
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--html {page}: its folder cannot be made: {error.strerror}") from None
-    if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):
-        raise ConfigError(f"--html {page}: cannot be written")
+        make_room(given["html"])
 
 
 def _read(config: JobConfig, given: Mapping[str, Any]) -> Trace:
@@ -362,56 +350,3 @@ def _cost(
     given = "as given" if tflops else "assumed: no run was measured"
     basis = f"{rate / 1e12:g} TFLOP/s, {given}; a step costs nothing but its tokens"
     return CostModel(0.0, token / rate, square / rate), basis
-
-
-def _facts(
-    given: Mapping[str, Any], trace: Trace, requests: list[ReplayRequest], faults: list[RowFault]
-) -> dict[str, str]:
-    """What one must know of the trace, for the report."""
-    num_images = sum(len(request.images) for request in requests)
-    facts = {
-        "requests": f"{plural(len(requests), 'request')}, {plural(num_images, 'image')}",
-        "arrivals": given["arrivals"],
-    }
-    if given["request_rate"] is not None:
-        facts["request rate"] = f"{given['request_rate']:g}/s"
-    if given["arrivals"] != "closed":
-        facts["last arrival"] = duration(requests[-1].arrival)
-    if given["speed"] != 1:
-        facts["speed"] = f"{given['speed']:g}"
-    if given["window"] is not None:
-        facts["window"] = "{:g} s to {:g} s".format(*given["window"])
-    if given["max_concurrency"] is not None:
-        facts["most requests in flight"] = str(given["max_concurrency"])
-    if faults:
-        facts["faulty lines"] = f"{len(faults):,}"
-    return facts | {f"note {number}": note for number, note in enumerate(trace.notes, start=1)}
-
-
-def _describe(done: Mapping[str, int], total: int) -> str:
-    """How far the newest run is."""
-    if not done:
-        return "replay: getting ready"
-    name = list(done)[-1]
-    return f"replay: {name}: {done[name]:,}/{plural(total, 'request')}"
-
-
-def _show(report: Report, given: Mapping[str, Any]) -> None:
-    """Prints first: the page may fail."""
-    _print(report, given)
-    if given["html"] is not None:
-        from offline_diffusion.bench.page import page
-
-        given["html"].write_text(page(report), encoding="utf-8")
-        click.echo(f"page: {given['html']}", err=True)
-
-
-def _print(report: Report, given: Mapping[str, Any]) -> None:
-    if given["as_json"]:
-        click.echo(json.dumps(report.to_dict()))
-        return
-    click.echo("\n".join(f"{name:<14} {text}" for name, text in report.facts.items()))
-    click.echo(f"\n{table(['', *(run.title for run in report.runs)], summary_rows(report.runs))}")
-    for run in report.runs:
-        title = f"{run.title}, by size" if len(report.runs) > 1 else "by size"
-        click.echo(f"\n{title}\n{table(SIZE_HEADER, size_rows(run))}")
