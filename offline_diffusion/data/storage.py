@@ -28,7 +28,9 @@ _S3 = ("s3", "s3a")
 _EXTRAS = {**dict.fromkeys(_S3, "s3"), "gs": "gs", "gcs": "gs"}
 _PASSING = {408, 409, 425, 429}
 """Of the HTTP statuses from 400 to 499 those that may pass."""
-_S3_OPTIONS = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}}
+_S3_OPTIONS = {
+    "config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
+}
 """Ours is the patience: with that of the libraries one try could take 25 minutes."""
 
 _DATES = ("LastModified", "uploaded_at", "last_modified", "mtime", "modified", "created")
