@@ -18,7 +18,7 @@ from world.recipe import SIZES
 from world.supply import Example, Size, sample_examples
 from world.vae import encode, to_tokens
 
-CHUNK = 64
+CHUNK = 256
 """Examples sampled, drawn and encoded together."""
 
 DROPOUT = 0.1
