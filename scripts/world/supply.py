@@ -24,23 +24,25 @@ class Example:
     caption: str
 
 
-def sample_examples(
-    key: str, size: Size, count: int, *, related: float, held_out: bool = False
-) -> list[Example]:
-    """``count`` examples of ``size`` whose captions are, or are not, held out from training.
+def sample_example(rng: random.Random, size: Size, *, related: float, held_out: bool = False) -> Example:
+    """One example of ``size`` whose caption is, or is not, held out from training.
 
     Args:
-        key: All randomness follows from it.
+        rng: All randomness.
         size: In pixels.
-        count: How many.
         related: Probability of two things whose relation the caption states.
         held_out: Which captions.
     """
-    rng = random.Random(f"{key}/{size}")
-    examples: list[Example] = []
-    while len(examples) < count:
+    while True:
         scene = sample_scene(rng, *size, related=related)
         text = caption(scene, rng, with_colour=held_out or rng.random() >= COLOURLESS)
         if is_held_out(text) == held_out:
-            examples.append(Example(scene, text))
-    return examples
+            return Example(scene, text)
+
+
+def sample_examples(
+    key: str, size: Size, count: int, *, related: float, held_out: bool = False
+) -> list[Example]:
+    """``count`` of them that follow from ``key`` and ``size`` alone."""
+    rng = random.Random(f"{key}/{size}")
+    return [sample_example(rng, size, related=related, held_out=held_out) for _ in range(count)]
