@@ -16,9 +16,6 @@ from torch import Tensor
 
 from world.recipe import VAE_CONFIG
 
-FIRST_LOG_VARIANCE = -6.0
-"""Of the latents: with noise as strong as they are the decoder learns nothing for a thousand steps."""
-
 
 def make_vae(seed: int) -> Any:
     """A fresh float32 ``AutoencoderKLQwenImage`` on the CPU."""
@@ -30,7 +27,6 @@ def make_vae(seed: int) -> Any:
     with torch.no_grad():
         for conv in _video_convs(vae):
             conv.weight[:, :, :-1] = 0
-        vae.quant_conv.bias[VAE_CONFIG["z_dim"] :] = FIRST_LOG_VARIANCE
     return vae
 
 
