@@ -96,8 +96,6 @@ def _attention(
     attn: Any, img: Tensor, txt: Tensor, layout: Layout, attend: AttentionFunction
 ) -> tuple[Tensor, Tensor]:
     """Joint attention, ``[T_img, H]`` and ``[T_txt, H]``."""
-    order = torch.cat((layout.txt_to_joint, layout.img_to_joint))
-    back = torch.argsort(order)
     img_qkv = [attn.to_q(img), attn.to_k(img), attn.to_v(img)]
     txt_qkv = [attn.add_q_proj(txt), attn.add_k_proj(txt), attn.add_v_proj(txt)]
     img_q, img_k, img_v = (x.unflatten(1, (attn.heads, -1)) for x in img_qkv)
@@ -107,7 +105,7 @@ def _attention(
         (attn.norm_added_k(txt_k), attn.norm_k(img_k)),
         (txt_v, img_v),
     )
-    q, k, v = (torch.cat(pair).index_select(0, back) for pair in pairs)
+    q, k, v = (torch.cat(pair).index_select(0, layout.from_streams) for pair in pairs)
     out = _attend(_rotated(q, layout), _rotated(k, layout), v, layout.attention, attend).flatten(1)
     txt_out, img_out = (out.index_select(0, places) for places in (layout.txt_to_joint, layout.img_to_joint))
     return attn.to_out[0](img_out), attn.to_add_out(txt_out)

@@ -64,6 +64,7 @@ class Layout:
         txt_offset: ``[T_txt]``, token of the text that a text row is, after the template's head.
         img_weight: ``[T_img]``, 1, and 0 in the filling.
         img_to_joint, txt_to_joint: Place of a row in joint order.
+        from_streams: ``[T]``, which row of both streams, text before image, stands at a place in joint order.
         cos, sin: ``[T, D/2]``, rotary angles in joint order.
         attention: Bounds of the sequences in joint order.
     """
@@ -78,6 +79,7 @@ class Layout:
     img_weight: Tensor
     img_to_joint: Tensor
     txt_to_joint: Tensor
+    from_streams: Tensor
     cos: Tensor
     sin: Tensor
     attention: AttentionMetadata
@@ -118,6 +120,8 @@ def lay_out(slots: Sequence[Slot], transformer: Any, num_img: int, num_txt: int,
     assert bounds.max_seqlen <= MAX_SEQLEN
     bounds = replace(bounds, max_seqlen=MAX_SEQLEN)  # the same in all layouts
     angles = torch.ones(filling.numel(), packed.rotary.cos.shape[1])
+    img_to_joint = torch.cat((packed.img_to_joint, filling[:spare_img]))
+    txt_to_joint = torch.cat((packed.txt_to_joint, filling[spare_img:]))
     layout = Layout(
         lowest=torch.tensor([slot.lowest for slot in slots]),
         count=torch.tensor([slot.count for slot in slots]),
@@ -127,8 +131,9 @@ def lay_out(slots: Sequence[Slot], transformer: Any, num_img: int, num_txt: int,
         img_offset=_filled(_offsets([slot.num_image for slot in slots]), spare_img),
         txt_offset=_filled(_offsets([slot.num_text for slot in slots]), spare_txt),
         img_weight=_filled(torch.ones(own_img), spare_img),
-        img_to_joint=torch.cat((packed.img_to_joint, filling[:spare_img])),
-        txt_to_joint=torch.cat((packed.txt_to_joint, filling[spare_img:])),
+        img_to_joint=img_to_joint,
+        txt_to_joint=txt_to_joint,
+        from_streams=torch.cat((txt_to_joint, img_to_joint)).argsort(),
         cos=torch.cat((packed.rotary.cos, angles)),
         sin=torch.cat((packed.rotary.sin, 0 * angles)),
         attention=AttentionMetadata(bounds, bounds),
