@@ -22,6 +22,7 @@ from compositions import (
     prepare,
     prepared_composition,
     random_job,
+    resolved,
 )
 from ours import make_engine
 from torch import Tensor
@@ -89,7 +90,7 @@ def _compare_jobs(model: DiffusionModel, num_jobs: int, sizes: Sequence[tuple[in
     one = make_engine(model, max_num_seqs=1, max_num_batched_tokens=12_000)
     largest = 0
     for seed in range(1000, 1000 + num_jobs):
-        requests = random_job(seed, sizes)
+        requests = [resolved(own, model.capabilities) for own in random_job(seed, sizes)]
         for packed, alone in zip(pixels(many, requests), pixels(one, requests), strict=True):
             largest = max(largest, int(np.abs(packed.astype(int) - alone.astype(int)).max()))
     return largest

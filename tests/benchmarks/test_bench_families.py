@@ -27,6 +27,14 @@ def test_a_cell_that_the_model_lacks_is_refused(capsys: pytest.CaptureFixture[st
     assert "sdxl has no cell exactness; it has 1024, 512, buckets" in capsys.readouterr().err
 
 
+def test_exactness_of_whole_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a family that needs a guidance scale in every request."""
+    options = ["--device", "cpu", "--tiny", "--compositions", "1", "--jobs", "1"]
+    bench_families.main(["--model", "flux_dev", "--only", "exactness", *options])
+    (exact,) = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (exact["found"]["num_jobs"], exact["found"]["max_abs_pixels"]) == (1, 0)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results.json"
     options = ["--timed-steps", "1", "--compositions", "1", "--jobs", "0", "--out", str(out)]
