@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from dataclasses import replace
@@ -100,7 +101,9 @@ def test_the_vae_decodes_as_before(loaded: tuple[Any, Any]) -> None:
     vae.to(memory_format=torch.channels_last)
     latents = torch.randn(1, 4, 48, 64, device=DEVICE, dtype=torch.bfloat16)
     ours = vae.decode(latents, return_dict=False)[0]
-    assert relative(ours, pipeline.vae.decode(latents, return_dict=False)[0]) < 0.03
+    theirs = pipeline.vae.decode(latents, return_dict=False)[0]
+    exact = copy.deepcopy(pipeline.vae).float().decode(latents.float(), return_dict=False)[0]
+    assert relative(ours, exact) < 1.2 * relative(theirs, exact) < 0.06
 
 
 @torch.inference_mode()
@@ -117,7 +120,8 @@ def test_a_step_in_company_is_the_step_alone_but_for_rounding(model: Any) -> Non
         runner.denoise([alone])
         runner.drop_batch()
         assert own.latents.isfinite().all()
-        assert relative(own.latents - start, alone.latents - start) < 0.02
+        rounding = 0.02 * request.guidance_scale  # guidance multiplies that of two forwards
+        assert relative(own.latents - start, alone.latents - start) < rounding
 
 
 def test_whole_runs_in_company_are_near_those_alone(model: Any) -> None:
