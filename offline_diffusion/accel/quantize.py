@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from offline_diffusion.errors import BackendError
-from offline_diffusion.kernels.linear import MIN_ROWS, PackedLinear, pad_rows, product_in_blocks
+from offline_diffusion.kernels.linear import PackedLinear, min_rows, pad_rows, product_in_blocks
 from offline_diffusion.kernels.packed_ops import FP8, INT8, QuantFormat, Quantized, quantize_rows
 
 
@@ -55,10 +55,11 @@ class QuantizedLinear:
         return int8_product(x.values, self.weight, x.scale, self.weight_scale, self.bias)
 
     def _fp8_product(self, x: Quantized) -> Tensor:
+        needed = min_rows(self.weight.shape[0])
         out: Tensor = torch._scaled_mm(
-            pad_rows(x.values, MIN_ROWS),
+            pad_rows(x.values, needed),
             self.weight.t(),
-            scale_a=pad_rows(x.scale, MIN_ROWS),
+            scale_a=pad_rows(x.scale, needed),
             scale_b=self.weight_scale,
             bias=self.bias,
             out_dtype=self.bias.dtype,

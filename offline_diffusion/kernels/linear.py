@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from offline_diffusion.kernels.packed_ops import QuantFormat, Quantized
 
 MIN_ROWS = 64
-"""A row of a cuBLAS product is the same bits for every row count from this one up (see gpu tests)."""
+"""A row of a cuBLAS product with 2048 output columns or more is the same bits for every row count from this
+one up (tests/gpu/test_products.py)."""
 
-MIN_ROWS_NARROW = 2048
-"""The same for products with few output columns, such as the output projection to 64."""
-
-NARROW_COLUMNS = 512
+MIN_OUTPUTS = 2**17
+"""Rows times columns from which that holds for narrower products: below it the library splits the sums of
+long rows, and has no row-wise fp8 product for some."""
 
 CPU_BLOCK_ROWS = 128
 """On a CPU a product is made of so many rows at a time: only then no row's bits depend on how many there
@@ -45,7 +45,7 @@ class PackedLinear:
             self.bias = torch.cat([_bias(layer) for layer in layers])
             for layer, rows in zip(layers, self.weight.split([x.out_features for x in layers]), strict=True):
                 layer.weight.data = rows
-        self.min_rows = MIN_ROWS_NARROW if self.weight.shape[0] < NARROW_COLUMNS else MIN_ROWS
+        self.min_rows = min_rows(self.weight.shape[0])
 
     def free(self) -> None:
         """Lets go of the weights, also where the layers it was made from hold them. Unusable afterwards."""
@@ -72,6 +72,11 @@ class PackedLinear:
         padded = pad_rows(x, self.min_rows)
         fused = torch._addmm_activation(self.bias, padded, self.weight.t(), use_gelu=True)
         return fused[: x.shape[0]]
+
+
+def min_rows(num_columns: int) -> int:
+    """Rows from which a row's bits do not depend on how many there are, of a product on a GPU."""
+    return max(MIN_ROWS, -(MIN_OUTPUTS // -num_columns))
 
 
 def product_in_blocks(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
