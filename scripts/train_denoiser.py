@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,18 @@ from world.layout import Layout, lay_out
 from world.modules import load_modules, make_modules, save_folder
 from world.pool import DROPOUT, Pool, make_pool
 from world.recipe import SHIFT, TRANSFORMER_CONFIG
+from world.recording import RecordedStep
 from world.vae import see_one_frame
 
-NUM_SLOTS = 224
-NUM_IMAGE_ROWS, NUM_TEXT_ROWS = 16_384, 4_096
-NUM_LAYOUTS = 192
+NUM_SLOTS = 448
+NUM_IMAGE_ROWS, NUM_TEXT_ROWS = 32_768, 8_192
+NUM_LAYOUTS = 96
 RELATED = 0.4
 """Share of scenes whose caption states a relation."""
 
-DECAY = 0.9995
+AVERAGE_EVERY, DECAY = 8, 0.996
+"""Steps between updates of the averaged weights, and the decay of one."""
+
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.01
 INTERRUPTED = 75
@@ -70,25 +74,42 @@ def main(
     for module in (text_encoder, transformer):
         module.to(device).train()
     about = {"command": " ".join(sys.argv), "seed": seed, "config": TRANSFORMER_CONFIG, "shift": SHIFT}
-    curve = Curve(out / "denoiser.jsonl", about)
+    state = out / "state.pt"
+    curve = Curve(out / "denoiser.jsonl", about, goes_on=state.exists())
     pool = _pool(out / "pool.pt", examples, vae, tokenizer, device, seed)
     curve.write({"examples": len(pool.sizes), "seconds_to_make": time.perf_counter() - begun})
     trainer = Trainer(text_encoder, transformer, Pace(steps, seconds, rate), device, seed, compiled)
-    if (out / "state.pt").exists():
-        trainer.load(out / "state.pt")
+    if state.exists():
+        trainer.load(state)
     scale = slots / NUM_SLOTS
     shapes = round(NUM_IMAGE_ROWS * scale), round(NUM_TEXT_ROWS * scale)
     packs = make_layouts(pool, transformer, slots, *shapes, layouts, device, seed)
-    stop_s = sitting - (time.perf_counter() - begun) if sitting else float("inf")
-    trainer.run(pool, packs, curve, stop_s)
+    trainer.run(pool, packs, curve, until=begun + sitting if sitting else float("inf"))
     if trainer.pace.done < 1:
-        trainer.save(out / "state.pt")
+        trainer.save(state)
         curve.write({"step": trainer.pace.step, "seconds": trainer.pace.elapsed_s, "interrupted": True})
         sys.exit(INTERRUPTED)
+    state.unlink(missing_ok=True)
     trainer.average.swap()
     curve.write({"steps": trainer.pace.step, "seconds": trainer.pace.elapsed_s})
     vae = _load_vae(out / "vae", torch.device("cpu"))
     save_folder(out / "model", tokenizer, text_encoder.cpu(), transformer.cpu(), vae)
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a step reads: examples in a layout, noise, and each example's share of it."""
+
+    input_ids: Tensor
+    clean: Tensor
+    noise: Tensor
+    sigma: Tensor
+    layout: Layout
+
+    def tensors(self) -> list[Tensor]:
+        """See `world.recording.Batch`."""
+        own = [self.input_ids, self.clean, self.noise, self.sigma]
+        return [*own, *self.layout.tensors().values(), self.layout.bounds]
 
 
 class Trainer:
@@ -111,19 +132,24 @@ class Trainer:
         decayed = [p for p in self.parameters if p.ndim > 1]
         plain = [p for p in self.parameters if p.ndim <= 1]
         groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        on_gpu = device.type == "cuda"
+        self._rate = torch.zeros((), device=device)
         self.optimizer = torch.optim.AdamW(
-            groups, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda"
+            groups, self._rate, BETAS, weight_decay=WEIGHT_DECAY, fused=on_gpu, capturable=on_gpu
         )
         self.average = Average(self.parameters, DECAY)
         self.generator = torch.Generator(device).manual_seed(seed)
         self._choice = random.Random(seed)
-        self._step = torch.compile(step) if compiled else step
+        self._forward = torch.compile(step) if compiled else step
+        self._step = RecordedStep(self._update, device)
 
-    def run(self, pool: Pool, layouts: list[Layout], curve: Curve, stop_s: float) -> None:
-        """Steps until the pace is done or ``stop_s`` seconds of this sitting are over."""
-        losses: list[Tensor] = []
+    def run(self, pool: Pool, layouts: list[Layout], curve: Curve, until: float) -> None:
+        """Steps until the pace is done or ``time.perf_counter()`` is past ``until``."""
+        losses = [self.step(pool, self._choice.choice(layouts))]
+        losses[0].item()  # it was compiled
+        self.pace.begin()
         shown = time.perf_counter()
-        while self.pace.done < 1 and self.pace.sitting_s < stop_s:
+        while self.pace.done < 1 and time.perf_counter() < until:
             losses.append(self.step(pool, self._choice.choice(layouts)))
             if self.pace.step % 50 == 0:
                 losses[-1].item()  # the host stays near the device, so that seconds are those of steps done
@@ -137,16 +163,20 @@ class Trainer:
         input_ids, clean = pool.fill(layout, self.generator)
         noise = torch.randn(clean.shape, generator=self.generator, device=self.device)
         sigma = draw_sigmas(layout.count.shape[0], self.generator, self.device)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.pace.learning_rate()
-        with torch.autocast(self.device.type, torch.bfloat16):
-            loss, _ = self._step(input_ids, clean, noise, sigma, layout)
+        self._rate.fill_(self.pace.learning_rate())
+        loss = self._step(Batch(input_ids, clean, noise, sigma, layout))
+        self.pace.step += 1
+        if self.pace.step % AVERAGE_EVERY == 0:
+            self.average.update()
+        return loss
+
+    def _update(self, batch: Batch) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
+            loss, _ = self._forward(batch.input_ids, batch.clean, batch.noise, batch.sigma, batch.layout)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.average.update()
-        self.pace.step += 1
         return loss.detach()
 
     def save(self, path: Path) -> None:
@@ -175,6 +205,8 @@ class Trainer:
             own.copy_(value)
         self.average.num_updates = state["num_updates"]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate
         self.generator.set_state(state["generator"].cpu())
         self._choice.setstate(state["choice"])
         self.pace.step, self.pace.earlier_s = state["step"], state["elapsed_s"]

@@ -28,17 +28,17 @@ class Pace:
     def __init__(self, steps: int, seconds: float, peak: float) -> None:
         assert steps > 0 or seconds > 0
         self.steps, self.seconds, self.peak = steps, seconds, peak
-        self.step, self.earlier_s, self._start = 0, 0.0, time.perf_counter()
+        self.step, self.earlier_s = 0, 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts the clock of this sitting again: what went before was no training."""
+        self._start = time.perf_counter()
 
     @property
     def elapsed_s(self) -> float:
         """Seconds of training, earlier sittings included."""
         return self.earlier_s + time.perf_counter() - self._start
-
-    @property
-    def sitting_s(self) -> float:
-        """Seconds of this sitting."""
-        return time.perf_counter() - self._start
 
     @property
     def done(self) -> float:
@@ -85,14 +85,15 @@ class Curve:
     """A log as JSON lines: the first tells what ran where, the others the curve.
 
     Args:
-        path: Of the file; an earlier sitting's lines are kept.
-        about: Of the first line: command, seed, configs.
+        path: Of the file; lines of earlier sittings and trainings are kept.
+        about: Of a training's first line: command, seed, configs.
+        goes_on: Whether an earlier sitting wrote that line.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, about: Mapping[str, Any], *, goes_on: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        if not path.exists():
+        if not goes_on:
             self.write(about | hardware())
 
     def write(self, values: Mapping[str, Any]) -> None:

@@ -88,6 +88,11 @@ class Layout:
         """All but the bounds."""
         return {own.name: getattr(self, own.name) for own in fields(self) if own.name != "attention"}
 
+    @property
+    def bounds(self) -> Tensor:
+        """``[N + fillers + 1]``, starts of the sequences in joint order."""
+        return self.attention.queries.cu_seqlens
+
 
 class _Shapes:
     """As much of `models.base.DiffusionModel` as packing asks for."""
