@@ -6,6 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 QUICKSTART := out/quickstart
+SHEET := $(QUICKSTART).png
 
 # Tests run in two processes; more threads than cores would slow both down.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
@@ -13,7 +14,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 .PHONY: help quickstart test test-slow test-chaos test-slurm test-ray lint format bench clean
 
 help:
-	@echo "make quickstart   draw a small manifest with a small model: the whole path, nothing to download"
+	@echo "make quickstart   draw a small manifest with the model of the package, and a contact sheet"
 	@echo "make test         the tests that run on any machine"
 	@echo "make test-slow    the long ones"
 	@echo "make test-chaos   workers of a job killed and stopped many times: the dataset is the undisturbed one"
@@ -49,10 +50,11 @@ $(VENV)/installed-ray: pyproject.toml | $(BIN)/python
 
 quickstart: $(VENV)/installed
 	$(BIN)/offdiff run manifests/quickstart.jsonl --out $(QUICKSTART)
+	$(BIN)/python scripts/contact_sheet.py $(QUICKSTART) $(SHEET)
 	@echo
-	@echo "The images are in $(QUICKSTART)/images: $(BIN)/python -c 'import datasets;" \
-		"print(datasets.load_dataset(\"$(QUICKSTART)\", \"images\"))'"
-	@echo "Read $(QUICKSTART)/README.md for the columns; '$(BIN)/offdiff status $(QUICKSTART)' shows the job."
+	@echo "all pictures on one sheet: $(SHEET)"
+	@echo "the pictures:              $(QUICKSTART)/images"
+	@echo "the dataset:               $(QUICKSTART), its columns in $(QUICKSTART)/README.md"
 
 test: $(VENV)/installed-test
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not slurm and not ray and not chaos"

@@ -10,7 +10,7 @@ import torch
 
 from offline_diffusion.models.capabilities import Capabilities
 from offline_diffusion.models.registry import FAMILIES, Checkpoint
-from offline_diffusion.models.tiny import default_model_folder
+from offline_diffusion.models.tiny import tiny_model_folder
 
 TEXT_CONFIG = {  # Qwen2.5-VL-7B's language model
     "vocab_size": 152_064,
@@ -45,7 +45,7 @@ def build_pipeline(
     import diffusers
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    small = diffusers.QwenImagePipeline.from_pretrained(default_model_folder())
+    small = diffusers.QwenImagePipeline.from_pretrained(tiny_model_folder())
     transformer = build_transformer(device, num_layers=num_layers, seed=seed)
     text_config = {**TEXT_CONFIG, "num_hidden_layers": num_text_layers}
     with random_weights(device):

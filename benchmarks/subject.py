@@ -13,7 +13,7 @@ from offline_diffusion.config import EngineConfig
 from offline_diffusion.models.base import DiffusionModel
 from offline_diffusion.models.loader import model_from_pipeline
 from offline_diffusion.models.registry import Checkpoint, find_checkpoint
-from offline_diffusion.models.tiny import default_model_folder
+from offline_diffusion.models.tiny import tiny_model_folder
 
 ModelKind = Literal["full", "tiny"]
 
@@ -31,7 +31,7 @@ class Subject:
     transformer is made again from the same seed, while text encoder and VAE stay.
 
     Args:
-        kind: ``full`` is Qwen-Image as it is published, ``tiny`` the package's default model.
+        kind: ``full`` is Qwen-Image as it is published, ``tiny`` the package's model of that name.
         device: Where the weights are.
         num_layers: Transformer blocks of ``full``.
         attention_backend: Of our model.
@@ -84,12 +84,12 @@ class Subject:
 
 def describe(kind: ModelKind, num_layers: int) -> Checkpoint:
     """What is known of the model without its weights."""
-    return checkpoint(num_layers) if kind == "full" else find_checkpoint(str(default_model_folder()), None)
+    return checkpoint(num_layers) if kind == "full" else find_checkpoint(str(tiny_model_folder()), None)
 
 
 def _tiny(device: torch.device) -> Any:
     import diffusers
 
-    pipeline = diffusers.QwenImagePipeline.from_pretrained(default_model_folder(), dtype=torch.bfloat16)
+    pipeline = diffusers.QwenImagePipeline.from_pretrained(tiny_model_folder(), dtype=torch.bfloat16)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)

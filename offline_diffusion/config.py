@@ -26,8 +26,17 @@ IMAGE_LEVELS: dict[ImageFormat, range] = {"png": range(1, 10), "jpeg": range(1, 
 """Values of ``image_level``: JPEG's quality; for PNG and WebP, which lose nothing, time spent on size."""
 DEFAULT_IMAGE_LEVELS: dict[ImageFormat, int] = {"png": 1, "jpeg": 95, "webp": 1}
 
-DEFAULT_MODEL = "tiny-qwen-image"
-"""A small Qwen-Image with random weights, made on the spot; see ``models.tiny``."""
+DEFAULT_MODEL = "shapes"
+"""A small Qwen-Image trained on drawn shapes, which comes with this package."""
+
+TINY_MODEL = "tiny"
+"""A smaller one with random weights, for tests; made on first use, see ``models.tiny``."""
+
+BUILT_IN_MODELS = {
+    DEFAULT_MODEL: "the default: a small Qwen-Image trained on drawn shapes, part of this package",
+    TINY_MODEL: "a smaller one with random weights, made on first use: for tests",
+}
+"""Models that need no download, and what they are; their names win over folders of the same name."""
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 16_896
 """The token budget where it is neither given nor measured, as on a CPU: two guided images of 1024 × 1024

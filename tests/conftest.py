@@ -49,10 +49,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """The default model's folder, in the session's own cache."""
-    from offline_diffusion.models.tiny import default_model_folder
+    """The folder of the model ``tiny``, in the session's own cache."""
+    from offline_diffusion.models.tiny import tiny_model_folder
 
-    return default_model_folder()
+    return tiny_model_folder()
 
 
 @pytest.fixture(scope="session")

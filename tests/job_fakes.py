@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from offline_diffusion.config import EngineConfig, JobConfig, make_job_config
+from offline_diffusion.config import TINY_MODEL, EngineConfig, JobConfig, make_job_config
 from offline_diffusion.engine.engine import Engine
 from offline_diffusion.job import JobSummary, run_task
 from offline_diffusion.models.loader import load_model
@@ -49,8 +49,8 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
 
 @functools.cache
 def loaded_model() -> Any:
-    """The default model, loaded once a process."""
-    return load_model(EngineConfig(device="cpu"))
+    """The tiny model, loaded once a process."""
+    return load_model(EngineConfig(model=TINY_MODEL, device="cpu"))
 
 
 class CountingEngine(Engine):
@@ -95,7 +95,7 @@ def fail_at_step(step: int, error: BaseException) -> OnStep:
 
 
 class FailingModel:
-    """The default model; prompts that hold one of these words fail at that stage.
+    """The tiny model; prompts that hold one of these words fail at that stage.
 
     ``TOKENIZE``, ``ENCODE`` and ``STEP`` raise, ``MEMORY`` runs out of memory in a step and ``NAN``
     has latents that are no numbers.
@@ -165,7 +165,8 @@ class Runner:
         """Runs a job; ``observer``, ``stop`` and ``say`` go to ``run_task``."""
         others = {name: options.pop(name) for name in ("observer", "stop", "say") if name in options}
         manifests = manifest if isinstance(manifest, list) else [str(manifest)]
-        return self.run_task(make_job_config({"manifests": manifests, "out": out, **options}), **others)
+        values = {"model": TINY_MODEL, "manifests": manifests, "out": out, **options}
+        return self.run_task(make_job_config(values), **others)
 
 
 def read_table(out: Path, table: str) -> Rows:

@@ -56,7 +56,8 @@ def reference(manifest: Path, tmp_path: Path) -> dict[tuple[str, int], str]:
 
 def run_cli(runner: Runner, manifest: Path, out: Path, *more: str) -> Any:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    command = ["run", str(manifest), "--out", str(out), "--shard-size=6", "--max-num-seqs=4", *options, *more]
+    options += ["--model=tiny", "--shard-size=6", "--max-num-seqs=4"]
+    command = ["run", str(manifest), "--out", str(out), *options, *more]
     return CliRunner().invoke(main, command, obj=runner.run_task)
 
 

@@ -87,7 +87,7 @@ def rows_with_faults(faults: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 
 def invoke(manifest: Path, out: Path, *options: str, runner: Runner | None = None) -> Result:
-    command = ["run", str(manifest), "--out", str(out), *options]
+    command = ["run", str(manifest), "--model=tiny", "--out", str(out), *options]
     return CliRunner().invoke(main, command, obj=(runner or Runner()).run_task)
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from job_fakes import SMALL, Runner, make_rows, write_jsonl
 
-from offline_diffusion import job
 from offline_diffusion.errors import BackendError, JobMismatchError
 from offline_diffusion.models import loader
 
@@ -61,7 +60,7 @@ def test_a_device_that_is_not_there_is_refused_with_nothing_left_to_draw(
 ) -> None:
     Runner().run(manifest, tmp_path / "out", device="cpu", **OPTIONS)
     with pytest.raises(BackendError, match="'mps' is not supported"):
-        job.run_task(job.JobConfig(manifests=(str(manifest),), out=tmp_path / "out", device="mps", **OPTIONS))
+        Runner().run(manifest, tmp_path / "out", device="mps", **OPTIONS)
 
 
 def test_the_model_s_spelling_is_told_but_not_compared(
@@ -85,7 +84,7 @@ def test_another_model_is_refused_by_its_digests_and_named_once(
     with pytest.raises(JobMismatchError) as caught:
         Runner().run(manifest, tmp_path / "out", model=str(other), **OPTIONS)
     lines = differences(caught)
-    assert f"model.model: tiny-qwen-image -> {other}" in lines
+    assert f"model.model: tiny -> {other}" in lines
     assert [line.split(":")[0] for line in lines] == ["model.model", "model.content"]
 
 

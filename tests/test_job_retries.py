@@ -28,7 +28,9 @@ def out(tmp_path: Path) -> Path:
 
 def config_of(out: Path, **more: object) -> JobConfig:
     manifest = str(out.parent / "m.jsonl")
-    return make_job_config({"manifests": [manifest], "out": out, "retry_failed": True, **OPTIONS, **more})
+    return make_job_config(
+        {"model": "tiny", "manifests": [manifest], "out": out, "retry_failed": True, **OPTIONS, **more}
+    )
 
 
 def attempts(out: Path, *, is_part: bool, **more: object) -> int:

@@ -84,7 +84,7 @@ def test_a_claim_is_held_until_the_files_are_in_their_places(
 def test_other_workers_are_looked_at_now_and_then(manifest: Path, tmp_path: Path) -> None:
     """Catches a worker that lists folders twenty times a second for as long as it waits."""
     out, stop, looks = tmp_path / "out", StopFlag(), list[str]()
-    config = make_job_config({"manifests": [str(manifest)], "out": out, **OPTIONS})
+    config = make_job_config({"model": "tiny", "manifests": [str(manifest)], "out": out, **OPTIONS})
     job.prepare_job(config, observer=lambda _: None, stop=stop, say=print)
     ledger = Ledger(out)
     other = Claims(out, worker="silent", task=0, job_id=ledger.job.job_id)
@@ -144,7 +144,7 @@ def test_steps_that_take_long_keep_no_dead_owner_alive(
     for module in (claims, shard_queue):
         monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.02)
     options = OPTIONS | {"num_inference_steps": 10, "max_num_seqs": NUM_ROWS, "limit": 4}
-    config = make_job_config({"manifests": [str(manifest)], "out": out, **options})
+    config = make_job_config({"model": "tiny", "manifests": [str(manifest)], "out": out, **options})
     job.prepare_job(config, observer=lambda _: None, stop=StopFlag(), say=lambda _: None)
     ledger = Ledger(out)
     dead = Claims(out, worker="far:1:a", task=0, job_id=ledger.job.job_id)

@@ -75,7 +75,9 @@ def run(folder: Path, num_rows: int, **options: Any) -> list[float]:
     def observe(_: Progress) -> None:
         memory.append(process.memory_info().rss / 1e6)
 
-    config = make_job_config({"manifests": [str(manifest)], "out": folder / "out", **options})
+    config = make_job_config(
+        {"model": "tiny", "manifests": [str(manifest)], "out": folder / "out", **options}
+    )
     summary = run_task(config, observer=observe, make_engine=StandInEngine)  # type: ignore[arg-type]
     assert summary.num_ok == num_rows
     return memory

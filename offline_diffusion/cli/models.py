@@ -11,7 +11,7 @@ import click
 
 from offline_diffusion.cli.options import build_model, model_options
 from offline_diffusion.cli.text import table
-from offline_diffusion.config import EngineConfig
+from offline_diffusion.config import BUILT_IN_MODELS, EngineConfig
 
 if TYPE_CHECKING:
     from offline_diffusion.models.registry import Family
@@ -47,6 +47,7 @@ def _collect(model: str, revision: str | None) -> dict[str, Any]:
     dtype = resolve_dtype("auto", device)
     return {
         "families": [_family(family) for family in FAMILIES],
+        "built_in": BUILT_IN_MODELS,
         "execution_modes": {mode.value: mode.options for mode in ExecutionMode}
         | {"previews": "--diffusion-streaming-output"},
         "model": model,
@@ -96,6 +97,10 @@ def _print_report(report: dict[str, Any]) -> None:
     columns = ["name", "pipeline", "batching", "example"]
     families = [[family[column] for column in columns] for family in report["families"]]
     click.echo(table(["family", *columns[1:]], families))
+    click.echo()
+    click.echo("models by name, nothing to download:")
+    for name, about in report["built_in"].items():
+        click.echo(f"  {name:<13} {about}")
     click.echo()
     _print_modes(report)
     capabilities = [[name, str(_plain(value))] for name, value in report["capabilities"].items()]

@@ -120,7 +120,11 @@ def manifest_options(command: Command) -> Command:
 def model_options(command: Command) -> Command:
     """Which model."""
     return together(
-        job_option("--model", "Folder or hub id of a diffusers checkpoint.", metavar="M"),
+        job_option(
+            "--model",
+            "Folder or hub id of a diffusers checkpoint, or a name that `offdiff models` lists.",
+            metavar="M",
+        ),
         job_option("--revision", "Revision of a hub model.", metavar="REV"),
     )(command)
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from offline_diffusion.cli.options import gather_values, manifest_options, model_options, row_options
 from offline_diffusion.cli.progress import ticking
-from offline_diffusion.config import DEFAULT_MODEL, JobConfig, make_job_config
+from offline_diffusion.config import make_job_config
 from offline_diffusion.progress import plural
-
-if TYPE_CHECKING:
-    from offline_diffusion.models.capabilities import Capabilities
 
 EXIT_FAULTS = 3
 
@@ -41,13 +38,15 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
     """
     from offline_diffusion.data.validate import validate
     from offline_diffusion.job import row_defaults
+    from offline_diffusion.models.registry import capabilities_for
     from offline_diffusion.preparation import manifest_of
 
     # Nothing is written, so a folder need not be named.
     values, spelling = gather_values({**given, "out": "."})
     config = make_job_config(values, spelling=spelling)
     manifest = manifest_of(config, say=partial(click.echo, err=True))
-    faults = validate(manifest, capabilities=_capabilities(config), defaults=row_defaults(config))
+    capabilities = capabilities_for(config.model, config.revision)
+    faults = validate(manifest, capabilities=capabilities, defaults=row_defaults(config))
     num_faults = 0
     with ticking(lambda: f"validating: {plural(faults.num_rows, 'row')}"):
         for fault in faults:
@@ -63,14 +62,3 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> None:
     )
     click.echo(f"{plural(faults.num_rows, 'row')}, {plural(faults.num_images, 'image')}: {found}", err=True)
     ctx.exit(EXIT_FAULTS if num_faults else 0)
-
-
-def _capabilities(config: JobConfig) -> Capabilities:
-    """Those of the job's model; the default model's are known without building it, which needs torch."""
-    from offline_diffusion.models import registry, tiny
-
-    if config.model != DEFAULT_MODEL:
-        return registry.capabilities_for(config.model, config.revision)
-    (family,) = (family for family in registry.FAMILIES if family.name == "qwen_image")
-    configs = {"transformer/config.json": tiny.TRANSFORMER_CONFIG, "vae/config.json": tiny.VAE_CONFIG}
-    return family.capabilities(configs.__getitem__).with_defaults(tiny.DEFAULTS)

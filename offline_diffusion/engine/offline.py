@@ -21,7 +21,7 @@ class OfflineDiffusion:
     """A model and an engine in this process.
 
     Args:
-        model: A diffusers folder or hub id; left out, a small model made on the spot.
+        model: A diffusers folder or hub id; left out, the small one of this package.
         options: Any field of `config.EngineConfig`, such as ``max_num_seqs``.
 
     Raises:
@@ -99,7 +99,7 @@ class AsyncOfflineDiffusion:
                 output.image.save("cup.png" if output.finished else f"cup-{output.step_index}.png")
 
     Args:
-        model: A diffusers folder or hub id; left out, a small model made on the spot.
+        model: A diffusers folder or hub id; left out, the small one of this package.
         max_num_requests: Most images at hand; ``generate`` waits for a place where there are more.
         options: Any field of `config.EngineConfig`.
 

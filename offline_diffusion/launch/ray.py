@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offline_diffusion.config import JobConfig
+from offline_diffusion.config import BUILT_IN_MODELS, JobConfig
 from offline_diffusion.errors import JobInterrupted
 from offline_diffusion.launch.local import joined, parts_of
 from offline_diffusion.launch.outcome import (
@@ -106,6 +106,7 @@ def run_on_ray(config: JobConfig, *, observer: Observer, say: Say, stop: StopFla
 def as_workers_see_it(config: JobConfig) -> JobConfig:
     """With paths that name the same on every node, and the one GPU that Ray shows to a task."""
     model = os.path.expanduser(config.model)
+    is_folder = model not in BUILT_IN_MODELS and os.path.isdir(model)
     return config.model_copy(
         update={
             "launcher": "local",
@@ -113,7 +114,7 @@ def as_workers_see_it(config: JobConfig) -> JobConfig:
             "manifests": tuple(map(_absolute, config.manifests)),
             "out": Path(os.path.abspath(config.out)) if isinstance(config.out, Path) else config.out,
             "work_dir": config.work_dir and Path(os.path.abspath(config.work_dir)),
-            "model": os.path.abspath(model) if os.path.isdir(model) else config.model,
+            "model": os.path.abspath(model) if is_folder else config.model,
         }
     )
 

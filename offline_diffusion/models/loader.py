@@ -8,11 +8,11 @@ from typing import Any, cast
 import torch
 
 from offline_diffusion.accel.quantize import apply_quantization
-from offline_diffusion.config import EngineConfig
+from offline_diffusion.config import DEFAULT_MODEL, EngineConfig
 from offline_diffusion.errors import BackendError, ModelError
 from offline_diffusion.models.base import DiffusionModel
 from offline_diffusion.models.modes import check_mode
-from offline_diffusion.models.registry import Checkpoint, find_checkpoint
+from offline_diffusion.models.registry import REINSTALL_HINT, Checkpoint, find_checkpoint
 
 SAFETENSORS_HINT = (
     "weights are read from .safetensors files only: .bin, .pt and .ckpt files can run code when opened; "
@@ -92,4 +92,5 @@ def _load_pipeline(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.dev
         ).to(device)
     except Exception as error:  # a damaged folder makes the libraries raise nearly anything
         hint = SAFETENSORS_HINT if ".safetensors" in str(error) else None
+        hint = REINSTALL_HINT if checkpoint.identity["model"] == DEFAULT_MODEL else hint
         raise ModelError(f"{checkpoint.source} cannot be loaded: {error}", hint=hint) from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offline_diffusion.config import DEFAULT_MODEL
+from offline_diffusion.config import BUILT_IN_MODELS, DEFAULT_MODEL
 from offline_diffusion.errors import ModelError, UnsupportedModelError, did_you_mean
 from offline_diffusion.models.capabilities import BatchKind, Capabilities
 from offline_diffusion.models.configs import (
@@ -33,6 +33,11 @@ WHOLE_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 16 * 2**20, 65_536, 64
 
 LIBRARIES = ("diffusers", "transformers")
 """Where the parts of a pipeline may come from."""
+
+PACKAGED_FOLDER = Path(__file__).parent / DEFAULT_MODEL
+
+LAYOUT_HINT = "give a folder in diffusers' layout, as save_pretrained writes it"
+REINSTALL_HINT = "this model comes with offline-diffusion: install the package again"
 
 DEFAULTS_FILE = "generation_config.json"
 """May hold a checkpoint's own defaults; absent in most."""
@@ -135,16 +140,17 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     """Finds a diffusers folder or hub id and reads its configs.
 
     Args:
-        model: A folder, a hub id, or the name of the default model.
+        model: A name in `config.BUILT_IN_MODELS`, a folder, or a hub id.
         revision: Of a hub id.
 
     Raises:
         ModelError: It is not there, or is no diffusers checkpoint.
         UnsupportedModelError: Its pipeline belongs to no family here.
     """
-    source = str(_default_folder()) if model == DEFAULT_MODEL else model
-    is_folder = os.path.isdir(source)  # Path.is_dir() raises for names too long to be one
-    read = _folder_reader(Path(source)) if is_folder else _hub_reader(source, revision)
+    source = str(_built_in_folder(model)) if model in BUILT_IN_MODELS else model
+    # Path.is_dir() raises for names too long to be one
+    is_folder = model in BUILT_IN_MODELS or os.path.isdir(source)
+    read = _folder_reader(Path(source), model) if is_folder else _hub_reader(source, revision)
     index = read("model_index.json")
     family = _family_of(str(index.get("_class_name")), model)
     _check_libraries(index, model)
@@ -174,10 +180,12 @@ def capabilities_for(model: str, revision: str | None = None) -> Capabilities:
     return find_checkpoint(model, revision).capabilities
 
 
-def _default_folder() -> Path:
-    from offline_diffusion.models.tiny import default_model_folder
+def _built_in_folder(model: str) -> Path:
+    if model == DEFAULT_MODEL:
+        return PACKAGED_FOLDER
+    from offline_diffusion.models.tiny import tiny_model_folder
 
-    return default_model_folder()
+    return tiny_model_folder()
 
 
 def _family_of(pipeline: str, model: str) -> Family:
@@ -188,12 +196,11 @@ def _family_of(pipeline: str, model: str) -> Family:
     raise UnsupportedModelError(f"{model}: pipeline {pipeline} is not supported, supported: {known}")
 
 
-def _folder_reader(folder: Path) -> ConfigReader:
+def _folder_reader(folder: Path, model: str) -> ConfigReader:
     def read(name: str) -> dict[str, Any]:
         if not (folder / name).exists():
             raise _MissingFileError(
-                f"{folder} has no {name}",
-                hint="give a folder in diffusers' layout, as save_pretrained writes it",
+                f"{folder} has no {name}", hint=REINSTALL_HINT if model == DEFAULT_MODEL else LAYOUT_HINT
             )
         return _read_json(folder / name)
 
@@ -228,7 +235,7 @@ def _hub_reader(model: str, revision: str | None) -> ConfigReader:
                 f"{model} has no {name}", hint="it must be a diffusers checkpoint"
             ) from None
         except (HFValidationError, HfHubHTTPError, OSError) as error:
-            close = None if "/" in model else did_you_mean(model, [DEFAULT_MODEL])
+            close = None if "/" in model else did_you_mean(model, BUILT_IN_MODELS)
             # Without a network, a cached checkpoint does not tell a file it lacks from one not fetched.
             error_class = _MissingFileError if isinstance(error, LocalEntryNotFoundError) else ModelError
             raise error_class(

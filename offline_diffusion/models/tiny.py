@@ -1,4 +1,4 @@
-"""The default model: a small Qwen-Image with random weights, made on the spot and cached.
+"""The model ``tiny``: a small Qwen-Image with random weights, made on the spot and cached.
 
 Classes, folder layout, scheduler and prompt template are those of the full-size checkpoint, so every
 line of the real path runs; only the widths are small and the pictures are abstract. Nothing is
@@ -147,8 +147,8 @@ def build_tiny_qwen_image(
     return _build(folder, transformer_config, seed)
 
 
-def default_model_folder() -> Path:
-    """The cached default model; built on first use, and again when a file of it is damaged.
+def tiny_model_folder() -> Path:
+    """The cached model ``tiny``; built on first use, and again when a file of it is damaged.
 
     It lies under ``$XDG_CACHE_HOME`` (else ``~/.cache``) in ``offline_diffusion``; the folder's name
     holds a digest of the recipe, so another version of this package builds its own.
@@ -159,7 +159,7 @@ def default_model_folder() -> Path:
     try:
         folder = cache_folder() / f"tiny-qwen-image-v1-{_recipe_digest()}"
     except RuntimeError as error:
-        raise ModelError(f"no place for the default model: {error}", hint=CACHE_HINT) from None
+        raise ModelError(f"no place for the model tiny: {error}", hint=CACHE_HINT) from None
     return folder if is_intact(folder) else _build(folder, TRANSFORMER_CONFIG, seed=0)
 
 

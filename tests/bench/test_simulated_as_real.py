@@ -57,7 +57,7 @@ def test_throughput_within_10_percent_and_p95_within_15(policy: str, tiny_model:
     from offline_diffusion.models.loader import load_model
 
     config = make_engine_config(
-        {"device": "cpu", "max_num_batched_tokens": BUDGET, "scheduling_policy": policy}
+        {"model": "tiny", "device": "cpu", "max_num_batched_tokens": BUDGET, "scheduling_policy": policy}
     )
     model, requests = load_model(config), mixed(60, 30.0, seed=1)
     tries = []

@@ -295,7 +295,8 @@ def test_the_command(
     """With the product's engine over random weights, on a CPU, and a pool of processes."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the command sets it for its processes; this takes it back
     output, sheet = tmp_path / "quality.json", tmp_path / "sheet.png"
-    options = ["--count", "2", "--sizes", "64x64", "--steps", "2", "--guidance", "4", "--device", "cpu"]
+    options = ["--count", "2", "--sizes", "64x64", "--steps", "2", "--guidance", "4"]
+    options += ["--model", "tiny", "--device", "cpu"]
     options += ["--settings", "fp32", "int8", "--output", str(output), "--sheet", str(sheet)]
     assert main(options) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -31,11 +31,9 @@ SIZES = [(32, 32), (64, 32), (48, 80)]
 
 @pytest.fixture
 def model(tiny_pipeline: Any) -> Any:
-    from offline_diffusion.models.tiny import default_model_folder
+    from offline_diffusion.models.tiny import tiny_model_folder
 
-    return model_from_pipeline(
-        tiny_pipeline, find_checkpoint(str(default_model_folder())), torch.device("cpu")
-    )
+    return model_from_pipeline(tiny_pipeline, find_checkpoint(str(tiny_model_folder())), torch.device("cpu"))
 
 
 def test_packed_equals_alone(model: Any) -> None:

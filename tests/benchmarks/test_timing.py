@@ -111,11 +111,9 @@ def test_a_large_step_is_no_stall() -> None:
 
 @pytest.fixture(scope="module")
 def model(tiny_pipeline: Any) -> Any:
-    from offline_diffusion.models.tiny import default_model_folder
+    from offline_diffusion.models.tiny import tiny_model_folder
 
-    return model_from_pipeline(
-        tiny_pipeline, find_checkpoint(str(default_model_folder())), torch.device("cpu")
-    )
+    return model_from_pipeline(tiny_pipeline, find_checkpoint(str(tiny_model_folder())), torch.device("cpu"))
 
 
 def test_a_run_counts_itself_alone(model: Any) -> None:

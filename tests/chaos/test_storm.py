@@ -27,7 +27,10 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300 + 12 * NUM_KILLS)]
 INTERVAL_S = 0.3
 WRITING_S = 0.7
 """A checkpoint may take this long to be on disk, with two processes on two cores."""
-FLAGS = ("--shard-size=4", "--max-num-seqs=4", f"--checkpoint-interval={INTERVAL_S}", "--num-tasks=2")
+FLAGS = (
+    *("--model=tiny", "--shard-size=4", "--max-num-seqs=4"),
+    *(f"--checkpoint-interval={INTERVAL_S}", "--num-tasks=2"),
+)
 LIFE_S = (0.0, 0.8)
 """Of drawing, before a signal comes."""
 LONG_LIFE_S = (4.0, 6.0)

@@ -25,6 +25,7 @@ def test_json_says_what_the_checkpoints_own_files_say(tiny_model: Path) -> None:
     assert capabilities["batch_kind"] == "packed"
     assert capabilities["num_layers"] == transformer["num_layers"]
     assert [family["name"] for family in report["families"]] == ["qwen_image", "flux", "sd3", "sdxl"]
+    assert list(report["built_in"]) == ["shapes", "tiny"]
 
 
 def test_every_mode_of_every_family_is_there(tiny_model: Path) -> None:

@@ -42,7 +42,8 @@ def test_a_trace_on_the_real_engine(trace: str, tmp_path: Path, tiny_model: Path
     modes.write_text("serial: {step_execution: false, max_num_seqs: 1}\npacked:\n")
     page = tmp_path / "page.html"
     result = replay(
-        *(trace, "--speed", "20", "--device", "cpu", "--compare", str(modes), "--html", str(page), "--json")
+        *(trace, "--speed", "20", "--model", "tiny", "--device", "cpu"),
+        *("--compare", str(modes), "--html", str(page), "--json"),
     )
     values = json.loads(result.stdout)
     assert list(values["runs"]) == ["serial", "packed"]
@@ -63,7 +64,8 @@ def test_a_mode_that_fails_costs_no_finished_one(trace: str, tmp_path: Path, tin
     modes.write_text("one:\ntwo: {attention_backend: fa3}\nthree:\n")
     page = tmp_path / "new" / "folder" / "page.html"
     result = replay(
-        *(trace, "--speed", "50", "--device", "cpu", "--compare", str(modes), "--html", str(page), "--json"),
+        *(trace, "--speed", "50", "--model", "tiny", "--device", "cpu"),
+        *("--compare", str(modes), "--html", str(page), "--json"),
         code=1,
     )
     values = json.loads(result.stdout)

@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from offline_diffusion.cli.main import main
-from offline_diffusion.config import make_job_config
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "prompt": "a cup"},
@@ -67,14 +66,6 @@ def test_what_the_model_cannot_draw_is_a_fault(tmp_path: Path, tiny_model: Path,
     assert [(fault["line"], fault["column"]) for fault in faults] == [(2, "height"), (3, "lora")]
     rounded = invoke(path, *model, "--json", "--on-bad-size", "round")
     assert [json.loads(line)["column"] for line in rounded.stdout.splitlines()] == ["lora"]
-
-
-def test_the_default_model_is_known_without_its_folder(tiny_model: Path) -> None:
-    from offline_diffusion.cli.validate import _capabilities
-    from offline_diffusion.models.registry import capabilities_for
-
-    config = make_job_config({"manifests": "m", "out": "o"})
-    assert _capabilities(config) == capabilities_for(str(tiny_model))
 
 
 def test_good_rows_exit_with_0(manifest: Path) -> None:
@@ -134,7 +125,7 @@ def test_validate_loads_no_torch(manifest: Path, tmp_path: Path) -> None:
         f"code = main(['validate', {str(manifest)!r}], standalone_mode=False)\n"
         "print(code, *sorted({'torch', 'diffusers', 'transformers'} & set(sys.modules)))\n"
     )
-    # An empty cache: the default model is not built either.
+    # An empty cache: no model is made.
     environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environ

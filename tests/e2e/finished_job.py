@@ -40,7 +40,7 @@ def run_without_model(manifest: Path, out: Path, **options: Any) -> JobSummary:
     def make_engine(*_: object) -> NoReturn:
         raise AssertionError("the model is loaded")
 
-    config = make_job_config({"manifests": [str(manifest)], "out": out, **options})
+    config = make_job_config({"model": "tiny", "manifests": [str(manifest)], "out": out, **options})
     return run_task(config, make_engine=make_engine)
 
 

@@ -37,7 +37,7 @@ def use_all_memory() -> None:
 
 
 class DeadlyModel:
-    """The default model; a deadly prompt marks its latents, and a step with such latents is the last."""
+    """The tiny model; a deadly prompt marks its latents, and a step with such latents is the last."""
 
     def __init__(self, model: Any, has_hung: Path) -> None:
         self._model, self._has_hung = model, has_hung

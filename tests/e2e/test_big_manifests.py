@@ -82,7 +82,7 @@ def test_as_many_faults_as_rows(tmp_path: Path) -> None:
 def start_run(manifest: Path, out: Path) -> tuple[float, int]:
     """Seconds until a run has the folder and loads the model, and its memory by then; there it is killed."""
     started = time.monotonic()
-    process = Process("run", manifest, "--out", out, f"--shard-size={SHARD_SIZE}")
+    process = Process("run", manifest, "--model=tiny", "--out", out, f"--shard-size={SHARD_SIZE}")
     assert process.wait_for_line("loading"), process.stderr
     seconds, (_, peak_bytes) = time.monotonic() - started, process.memory()
     process.send(signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_starting_and_resuming(tiny_model: Path, jsonl: Path, tmp_path: Path) ->
     assert (summary.num_ok, summary.num_resumed, summary.num_shards) == (NUM_ROWS, NUM_ROWS, NUM_SHARDS)
     assert not summary.interrupted
 
-    flags = ("--out", out, f"--shard-size={SHARD_SIZE}")
+    flags = ("--model=tiny", "--out", out, f"--shard-size={SHARD_SIZE}")
     cost = measure("run", jsonl, *flags, stdout=tmp_path / "out.txt")
     print(f"resume of a finished job, command: {cost.seconds:.2f} s, {cost.peak_bytes / 1e6:.0f} MB")
     assert cost.code == 0

@@ -20,7 +20,10 @@ STALE_S = 6.0
 """Of silence: 30 s for users."""
 
 OPTIONS: dict[str, Any] = {"shard_size": 6, "max_num_seqs": 4, "height": 32, "width": 32}
-FLAGS = ("--shard-size=6", "--max-num-seqs=4", "--height=32", "--width=32", "--devices=cpu,cpu")
+FLAGS = (
+    *("--model=tiny", "--shard-size=6", "--max-num-seqs=4"),
+    *("--height=32", "--width=32", "--devices=cpu,cpu"),
+)
 
 
 def busy_workers(out: Path) -> dict[int, int]:

@@ -13,7 +13,7 @@ from processes import Process, offdiff
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 URL = f"hf://datasets/{REPO}"
-FLAGS = ("--shard-size=8", "--max-num-seqs=4")
+FLAGS = ("--model=tiny", "--shard-size=8", "--max-num-seqs=4")
 
 
 def make_manifest(path: Path) -> Path:

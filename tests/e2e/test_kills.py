@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SEED = 20
 NUM_KILLS = 6
 OPTIONS = {"shard_size": 7, "max_num_seqs": 4}
-FLAGS = ("--shard-size=7", "--max-num-seqs=4")
+FLAGS = ("--model=tiny", "--shard-size=7", "--max-num-seqs=4")
 
 
 def make_manifest(path: Path, num_steps: int) -> Path:
@@ -98,7 +98,8 @@ def test_kills_while_scanning_loading_and_publishing(tmp_path: Path) -> None:
     manifest = make_manifest(tmp_path / "m.jsonl", num_steps=3)
     with manifest.open("a", encoding="utf-8") as stream:
         stream.writelines(f'{{"id": "b{n}", "prompt": ""}}\n' for n in range(12_000))
-    options, flags = {"shard_size": 500, "max_num_seqs": 4}, ("--shard-size=500", "--max-num-seqs=4")
+    options = {"shard_size": 500, "max_num_seqs": 4}
+    flags = ("--model=tiny", "--shard-size=500", "--max-num-seqs=4")
     out = tmp_path / "out"
     scratch, markers = out / "_state" / "tmp", out / "_state" / "shards"
 

@@ -13,7 +13,7 @@ from s3_server import BUCKET, S3Server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 URL = f"s3://{BUCKET}/sets/cups"
-FLAGS = ("--shard-size=8", "--max-num-seqs=4")
+FLAGS = ("--model=tiny", "--shard-size=8", "--max-num-seqs=4")
 
 
 def make_manifest(path: Path) -> Path:
@@ -82,7 +82,8 @@ def test_two_devices_and_a_manifest_there(s3: S3Server, tmp_path: Path) -> None:
 def test_a_storage_that_is_away_is_waited_for(s3: S3Server, tmp_path: Path) -> None:
     manifest = write_jsonl(tmp_path / "m.jsonl", [{"prompt": "a red cup"}])
     s3.fault = lambda request: "busy" if request.verb == "PUT" and "staged" in request.key else None
-    process = Forked("run", manifest, "--out", URL, "--work-dir", tmp_path / "a", "--height=32", "--width=32")
+    small = ("--model=tiny", "--height=32", "--width=32")
+    process = Forked("run", manifest, "--out", URL, "--work-dir", tmp_path / "a", *small)
     assert process.wait_until(
         lambda: any("trying again, for at most 300 s" in line for line in process.lines)
     )

@@ -16,7 +16,10 @@ from processes import Forked
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 SCRIPT = Path(__file__).with_name("poison_worker.py")
-FLAGS = ("--shard-size=8", "--max-num-seqs=4", "--height=32", "--width=32", "--num-inference-steps=3")
+FLAGS = (
+    *("--model=tiny", "--shard-size=8", "--max-num-seqs=4"),
+    *("--height=32", "--width=32", "--num-inference-steps=3"),
+)
 
 
 class Ended(NamedTuple):

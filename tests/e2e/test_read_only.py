@@ -10,7 +10,10 @@ from job_fakes import Runner, contents, make_rows, write_jsonl
 from mounts import make_image, memory_disk, mount, unmount
 from processes import Process, offdiff
 
-FLAGS = ("--shard-size=3", "--max-num-seqs=2", "--height=48", "--width=48", "--checkpoint-interval=0.2")
+FLAGS = (
+    *("--model=tiny", "--shard-size=3", "--max-num-seqs=2"),
+    *("--height=48", "--width=48", "--checkpoint-interval=0.2"),
+)
 OPTIONS = {"shard_size": 3, "max_num_seqs": 2, "height": 48, "width": 48}
 HINT = "hint: the file system is mounted read-only; make it writable or choose another folder"
 

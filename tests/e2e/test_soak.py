@@ -26,7 +26,7 @@ MAX_SLOPE = 4.0
 def test_memory_is_flat_over_thousands_of_images(tiny_model: Path, tmp_path: Path) -> None:
     rows = ({"prompt": f"a red cup on a table, view {n}", "seed": n} for n in range(NUM_IMAGES))
     manifest = write_jsonl(tmp_path / "m.jsonl", rows)
-    smallest = ("--height=16", "--width=16", "--num-inference-steps=1")
+    smallest = ("--model=tiny", "--height=16", "--width=16", "--num-inference-steps=1")
     process = Process("run", manifest, "--out", tmp_path / "out", *smallest)
     samples = [sample for sample in watch(process) if sample[0] >= WARM_UP]
     assert process.wait() == 0, process.stderr

@@ -25,7 +25,7 @@ LIFE_S = (2 * (INTERVAL_S + SLACK_S), 3 * (INTERVAL_S + SLACK_S))
 """Of drawing, before a kill: at least half of what was done is in checkpoints, or lost without them."""
 
 NUM_KILLS = 4
-FLAGS = ("--shard-size=5", "--max-num-seqs=3")
+FLAGS = ("--model=tiny", "--shard-size=5", "--max-num-seqs=3")
 OPTIONS = {"shard_size": 5, "max_num_seqs": 3}
 
 

@@ -13,7 +13,10 @@ from processes import Forked, Process, offdiff
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 40
-FLAGS = ("--shard-size=7", "--max-num-seqs=2", "--height=48", "--width=48", f"--num-inference-steps={STEPS}")
+FLAGS = (
+    *("--model=tiny", "--shard-size=7", "--max-num-seqs=2"),
+    *("--height=48", "--width=48", f"--num-inference-steps={STEPS}"),
+)
 OPTIONS = {"shard_size": 7, "max_num_seqs": 2, "height": 48, "width": 48, "num_inference_steps": STEPS}
 
 
@@ -51,7 +54,7 @@ def test_each_signal_in_turn_then_to_the_end(tmp_path: Path) -> None:
 
 def test_one_signal_or_two_stop_within_seconds(tmp_path: Path) -> None:
     manifest, out = write_jsonl(tmp_path / "m.jsonl", make_rows(6)), tmp_path / "out"
-    endless = ("--height=48", "--width=48", "--num-inference-steps=10000")
+    endless = ("--model=tiny", "--height=48", "--width=48", "--num-inference-steps=10000")
     for signals in ([signal.SIGTERM], [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]):
         process = Forked("run", manifest, "--out", out, *endless)
         assert process.wait_for_line("running:")

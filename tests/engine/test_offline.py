@@ -1,4 +1,4 @@
-"""The Python entry point, over the small default model."""
+"""The Python entry point, over the tiny model."""
 
 from __future__ import annotations
 

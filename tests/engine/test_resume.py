@@ -31,7 +31,7 @@ Outputs = dict[str, RequestOutput]
 
 @pytest.fixture(scope="module")
 def tiny() -> Any:
-    return load_model(EngineConfig(device="cpu"))
+    return load_model(EngineConfig(model="tiny", device="cpu"))
 
 
 TINY_REQUESTS = [

@@ -34,7 +34,9 @@ ROWS = [
 def _run(folder: Path, model: Any, stop: StopFlag | None = None, **options: Any) -> Any:
     manifest = folder.parent / "manifest.jsonl"
     manifest.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    config = make_job_config({"manifests": [str(manifest)], "out": folder, "shard_size": 10, **options})
+    config = make_job_config(
+        {"model": "tiny", "manifests": [str(manifest)], "out": folder, "shard_size": 10, **options}
+    )
 
     def stop_soon(progress: Progress) -> None:
         if stop is not None and progress.num_done >= 5 and not stop.requests:

@@ -15,7 +15,10 @@ from offline_diffusion.data.verify import verify
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 
 SCRIPT = Path(__file__).parents[1] / "e2e" / "poison_worker.py"
-FLAGS = ("--shard-size=8", "--max-num-seqs=4", "--height=64", "--width=64", "--num-inference-steps=3")
+FLAGS = (
+    *("--model=tiny", "--shard-size=8", "--max-num-seqs=4"),
+    *("--height=64", "--width=64", "--num-inference-steps=3"),
+)
 
 
 def _manifest(path: Path, poison: str) -> Path:

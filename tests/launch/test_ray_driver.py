@@ -258,7 +258,10 @@ def test_paths_are_absolute_and_urls_stay(tmp_path: Path, monkeypatch: pytest.Mo
     parent = os.path.dirname(here)
     assert config.manifests == (f"{here}/m.jsonl", f"{parent}/n/*.csv", *urls)
     assert (config.out, config.model) == (tmp_path / "out" / "a", f"{here}/model")
-    assert as_workers_see_it(make_job_config({"manifests": ["m"], "out": "o", "model": "a/b"})).model == "a/b"
+    (tmp_path / "tiny").mkdir()
+    for name in ("a/b", "tiny"):
+        options = {"manifests": ["m"], "out": "o", "model": name}
+        assert as_workers_see_it(make_job_config(options)).model == name
 
 
 def test_what_the_preparation_finds_and_its_errors(cluster: FakeCluster) -> None:

@@ -48,7 +48,13 @@ def board(monkeypatch: pytest.MonkeyPatch) -> FakeBoard:
 
 def options_of(tmp_path: Path) -> dict[str, Any]:
     manifest = write_jsonl(tmp_path / "m.jsonl", make_rows(3))
-    return {"manifests": [str(manifest)], "out": str(tmp_path / "out"), "device": "cpu", **SMALL}
+    return {
+        "model": "tiny",
+        "manifests": [str(manifest)],
+        "out": str(tmp_path / "out"),
+        "device": "cpu",
+        **SMALL,
+    }
 
 
 def test_the_preparation_reads_the_manifest_and_takes_the_folder(board: FakeBoard, tmp_path: Path) -> None:

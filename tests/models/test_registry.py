@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from offline_diffusion.config import DEFAULT_MODEL
 from offline_diffusion.errors import ModelError, UnsupportedModelError
 from offline_diffusion.models.capabilities import BatchKind
 from offline_diffusion.models.registry import capabilities_for, find_checkpoint
@@ -72,10 +71,12 @@ def test_sizes_end_where_the_position_tables_end(folder: Path, tiny_pipeline: An
     assert table([[(1, 1, patches + 2)]], max_txt_seq_len=512, device=None)[1].shape[0] < 512
 
 
-def test_the_default_model_needs_no_folder() -> None:
-    checkpoint = find_checkpoint(DEFAULT_MODEL)
-    assert checkpoint.identity["model"] == DEFAULT_MODEL
-    assert Path(checkpoint.source).is_dir()
+@pytest.mark.parametrize("name", ["shapes", "tiny"])
+def test_two_models_have_names_and_need_no_download(name: str, tiny_model: Path) -> None:
+    checkpoint = find_checkpoint(name)
+    assert checkpoint.identity["model"] == name
+    assert (Path(checkpoint.source) == tiny_model) is (name == "tiny")
+    assert (Path(checkpoint.source) / "model_index.json").is_file()
 
 
 def test_identity_follows_the_configs(folder: Path) -> None:
@@ -163,8 +164,8 @@ def test_parts_from_other_libraries_are_not_imported(folder: Path, monkeypatch: 
 
 def test_a_slip_of_the_pen_is_guessed() -> None:
     with pytest.raises(ModelError) as caught:
-        find_checkpoint("tiny-qwen-imag")
-    assert caught.value.hint == f"did you mean {DEFAULT_MODEL!r}?"
+        find_checkpoint("shape")
+    assert caught.value.hint == "did you mean 'shapes'?"
 
 
 def test_reading_capabilities_imports_no_torch(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The default model: made on the spot, the same every time, and worth looking at."""
+"""The model ``tiny``: made on the spot, the same every time, and worth looking at."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from offline_diffusion.errors import ModelError
 from offline_diffusion.models import tiny
-from offline_diffusion.models.tiny import build_tiny_qwen_image, default_model_folder, is_intact
+from offline_diffusion.models.tiny import build_tiny_qwen_image, is_intact, tiny_model_folder
 
 
 def draw(
@@ -201,16 +201,16 @@ def test_refuses_a_folder_of_something_else(tmp_path: Path) -> None:
     assert (tmp_path / "model_index.json").read_text() == "{}"
 
 
-def test_default_is_cached(tiny_model: Path) -> None:
+def test_it_is_cached(tiny_model: Path) -> None:
     modified = (tiny_model / "model_index.json").stat().st_mtime_ns
-    assert default_model_folder() == tiny_model
+    assert tiny_model_folder() == tiny_model
     assert tiny_model.parent == Path(os.environ["XDG_CACHE_HOME"]) / "offline_diffusion"
     assert (tiny_model / "model_index.json").stat().st_mtime_ns == modified
 
 
 @pytest.fixture
 def own_cache(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the default model in a cache of the test's own."""
+    """A copy of the model in a cache of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return Path(shutil.copytree(tiny_model, tmp_path / "offline_diffusion" / tiny_model.name))
 
@@ -235,7 +235,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 def test_damaged_cache_is_rebuilt(own_cache: Path, tiny_model: Path, damage: str) -> None:
     DAMAGE[damage](own_cache)
     assert not is_intact(own_cache)
-    assert default_model_folder() == own_cache
+    assert tiny_model_folder() == own_cache
     assert file_digests(own_cache) == file_digests(tiny_model)
     assert [path.name for path in own_cache.parent.iterdir()] == [own_cache.name]
 
@@ -244,12 +244,12 @@ def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="hint: set XDG_CACHE_HOME"):
-        default_model_folder()
+        tiny_model_folder()
 
 
 def test_racing_builders(tmp_path: Path, tiny_model: Path) -> None:
     """Whoever loses the race replaces files by the same files: nothing is missing at any time."""
-    script = "from offline_diffusion.models.tiny import default_model_folder; print(default_model_folder())"
+    script = "from offline_diffusion.models.tiny import tiny_model_folder; print(tiny_model_folder())"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     racers = [
         subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)

@@ -39,7 +39,7 @@ ALONE = {"RAY_ADDRESS": "local"}
 PAUSE_S = 0.02
 """After each step: so a job outlasts the time until a sign of life is seen, however fast the machine is."""
 
-OPTIONS = {"shard_size": 10, "max_num_seqs": 4, "height": 32, "width": 32, "device": "cpu"}
+OPTIONS = {"model": "tiny", "shard_size": 10, "max_num_seqs": 4, "height": 32, "width": 32, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +168,9 @@ from offline_diffusion.config import make_job_config
 from offline_diffusion.launch.ray import run_on_ray
 from offline_diffusion.progress import StopFlag
 ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False)
-config = make_job_config({"manifests": [sys.argv[1]], "out": sys.argv[2], "shard_size": 5, "max_num_seqs": 2,
-                          "height": 32, "width": 32, "num_inference_steps": 20})
+config = make_job_config({"manifests": [sys.argv[1]], "out": sys.argv[2], "model": "tiny",
+                          "shard_size": 5, "max_num_seqs": 2, "height": 32, "width": 32,
+                          "num_inference_steps": 20})
 assert run_on_ray(config, observer=lambda _: None, say=print, stop=StopFlag()).num_ok == 20
 """
 
@@ -188,7 +189,8 @@ def test_the_command_starts_a_cluster_or_joins_one(cluster: None, tmp_path: Path
     address = ray.get_runtime_context().gcs_address
     for name, environment in (("own", ALONE), ("joined", {"RAY_ADDRESS": address})):
         command = [Path(sys.executable).with_name("offdiff"), "run", manifest, "--out", tmp_path / name]
-        flags = "--launcher ray --device cpu --height 32 --width 32 --num-inference-steps 2 --shard-size 5"
+        flags = "--launcher ray --model tiny --device cpu --height 32 --width 32"
+        flags += " --num-inference-steps 2 --shard-size 5"
         done = subprocess.run(
             [*command, *flags.split()], env=os.environ | environment, capture_output=True, text=True
         )

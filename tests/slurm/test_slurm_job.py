@@ -39,7 +39,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     options = OPTIONS | {"num_inference_steps": num_steps(tmp_path)}
     write_jsonl(tmp_path / "m.jsonl", make_rows(NUM_ROWS))
     lines = "".join(f"{name}: {value}\n" for name, value in options.items())
-    (tmp_path / "job.yaml").write_text(f"manifests: m.jsonl\nout: out\n{lines}")
+    (tmp_path / "job.yaml").write_text(f"model: tiny\nmanifests: m.jsonl\nout: out\n{lines}")
     program = f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m offline_diffusion.cli.main "$@"\n'
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "offdiff").write_text(program)

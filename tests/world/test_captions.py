@@ -1,8 +1,10 @@
 """A reader of captions of its own, with nothing from the writer: what it reads must be what is drawn."""
 
+import json
 import random
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from world.captions import caption, is_held_out
@@ -165,3 +167,23 @@ def test_two_percent_are_held_out_for_good():
     # The split must never move: a model trained before would have seen what is held out after.
     assert is_held_out("an orange diamond in the bottom left corner") is True
     assert is_held_out("a red circle") is False
+
+
+def test_the_quickstart_says_nothing_that_captions_do_not():
+    """Each thing, relation, place and background of its prompts is worded as in what the model has read."""
+    rng = random.Random(9)
+    triples = set()
+    for index in range(12_000):
+        scene = sample_scene(rng, 128, 128, related=0.4)
+        triples.update(word_triples(caption(scene, rng, with_colour=index % 8 > 0)))
+    manifest = Path(__file__).parents[2] / "manifests" / "quickstart.jsonl"
+    for row in map(json.loads, manifest.read_text(encoding="utf-8").splitlines()):
+        for text in filter(str.strip, (row["prompt"], row.get("negative_prompt") or "")):
+            assert word_triples(text) <= triples, text
+
+
+def word_triples(text: str) -> set[tuple[str, ...]]:
+    """Three words in a row, kinds of thing and tone left out."""
+    text = NOUN.sub("#", text[:1].lower() + text[1:].removesuffix("."))
+    words = re.sub(TONE, "~", re.sub(rf"\b({SHAPES})\b", "@", text)).split()
+    return {tuple(words[at : at + 3]) for at in range(max(1, len(words) - 2))}
