@@ -23,13 +23,13 @@ from world.layout import Layout, lay_out
 from world.modules import load_modules, make_modules, save_folder
 from world.pool import DROPOUT, Pool, make_pool
 from world.recipe import SHIFT, TRANSFORMER_CONFIG
-from world.recording import RecordedStep
-from world.vae import see_one_frame
+from world.recording import RecordedStep, make_optimizer
+from world.vae import load_vae, see_one_frame
 
 NUM_SLOTS = 448
 NUM_IMAGE_ROWS, NUM_TEXT_ROWS = 32_768, 8_192
 NUM_LAYOUTS = 96
-RELATED = 0.4
+RELATED = 0.55
 """Share of scenes whose caption states a relation."""
 
 AVERAGE_EVERY, DECAY = 8, 0.996
@@ -70,7 +70,7 @@ def main(
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, text_encoder, transformer = load_modules(init) if init else make_modules(seed)
-    vae = _load_vae(out / "vae", device)
+    vae = see_one_frame(load_vae(out / "vae")).to(device).eval()
     for module in (text_encoder, transformer):
         module.to(device).train()
     about = {"command": " ".join(sys.argv), "seed": seed, "config": TRANSFORMER_CONFIG, "shift": SHIFT}
@@ -86,13 +86,13 @@ def main(
     packs = make_layouts(pool, transformer, slots, *shapes, layouts, device, seed)
     trainer.run(pool, packs, curve, until=begun + sitting if sitting else float("inf"))
     if trainer.pace.done < 1:
-        trainer.save(state)
         curve.write({"step": trainer.pace.step, "seconds": trainer.pace.elapsed_s, "interrupted": True})
+        trainer.save(state)
         sys.exit(INTERRUPTED)
     state.unlink(missing_ok=True)
     trainer.average.swap()
     curve.write({"steps": trainer.pace.step, "seconds": trainer.pace.elapsed_s})
-    vae = _load_vae(out / "vae", torch.device("cpu"))
+    vae = load_vae(out / "vae")
     save_folder(out / "model", tokenizer, text_encoder.cpu(), transformer.cpu(), vae)
 
 
@@ -131,12 +131,8 @@ class Trainer:
         self.parameters = [p for p in step.parameters() if p.requires_grad]
         decayed = [p for p in self.parameters if p.ndim > 1]
         plain = [p for p in self.parameters if p.ndim <= 1]
-        groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-        on_gpu = device.type == "cuda"
-        self._rate = torch.zeros((), device=device)
-        self.optimizer = torch.optim.AdamW(
-            groups, self._rate, BETAS, weight_decay=WEIGHT_DECAY, fused=on_gpu, capturable=on_gpu
-        )
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        self.optimizer, self._rate = make_optimizer(groups, BETAS, WEIGHT_DECAY, device)
         self.average = Average(self.parameters, DECAY)
         self.generator = torch.Generator(device).manual_seed(seed)
         self._choice = random.Random(seed)
@@ -233,13 +229,6 @@ def make_layouts(
         if fits:
             layouts.append(lay_out(chosen, transformer, num_img, num_txt, device))
     return layouts
-
-
-def _load_vae(folder: Path, device: torch.device) -> Any:
-    import diffusers
-
-    vae = diffusers.AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=torch.float32)
-    return see_one_frame(vae).to(device).eval()
 
 
 def _pool(path: Path, count: int, vae: Any, tokenizer: Any, device: torch.device, seed: int) -> Pool:

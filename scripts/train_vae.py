@@ -1,13 +1,15 @@
 """Trains the small VAE on pictures that we draw: ``python scripts/train_vae.py OUT --seconds 285``.
 
 Writes ``OUT/vae`` in diffusers' layout and the curve to ``OUT/vae.jsonl``. ``--steps`` as in the log's last
-line makes the same weights again, to rounding.
+line makes the same weights again, to rounding. ``--init VAE`` trains that one's decoder further: what the
+encoder makes of a picture stays, and so does the worth of a transformer that was trained on it.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from torch import Tensor
 from world.curves import Average, Curve, Pace
 from world.drawing import as_bytes, draw
 from world.recipe import SIZES, VAE_CONFIG
+from world.recording import RecordedStep, make_optimizer
 from world.scorer import score
 from world.supply import Size, sample_examples
-from world.vae import decode, encode, loss, make_vae, see_one_frame
+from world.vae import decode, encode, load_vae, loss, make_vae, see_one_frame
 
 TRAINED_SIZES = ((64, 64), (256, 256))
 """Convolutions learn the sizes between from the smallest and the largest; each is compiled by itself."""
@@ -33,7 +36,9 @@ PEAK_RATE = 5e-4
 """At 1e-3 and above the error stays for a thousand steps where backgrounds alone are drawn (LOG.md)."""
 
 KL_WEIGHT = 3e-4
-DECAY = 0.999
+AVERAGE_EVERY, DECAY = 8, 0.992
+"""Steps between updates of the averaged weights, and the decay of one."""
+
 RELATED = 0.25
 CHUNK = 128
 
@@ -47,6 +52,7 @@ CHUNK = 128
 @click.option("--pool", default=POOL_PIXELS, show_default=True, help="Pixels drawn of each size.")
 @click.option("--measured", default=128, show_default=True, help="Pictures of each size measured in the end.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--init", type=click.Path(exists=True, path_type=Path), help="VAE whose decoder to go on with.")
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True)
 def main(
     out: Path,
@@ -57,84 +63,106 @@ def main(
     pool: int,
     measured: int,
     seed: int,
+    init: Path | None,
     compiled: bool,
 ) -> None:
     """Train the VAE and write it to OUT/vae."""
     begun = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    vae = see_one_frame(make_vae(seed)).to(device)
+    vae = see_one_frame(load_vae(init) if init else make_vae(seed)).to(device)
+    for part in (vae.encoder, vae.quant_conv):
+        part.requires_grad_(init is None)
     about = {"command": " ".join(sys.argv), "seed": seed, "config": VAE_CONFIG, "pixels": pixels}
     curve = Curve(out / "vae.jsonl", about)
     counts = [max(2, pool // (height * width)) for height, width in TRAINED_SIZES]
     sizes = zip(TRAINED_SIZES, counts, strict=True)
     pictures = [_drawn(f"vae/{seed}", size, count, device) for size, count in sizes]
-    trainer = Trainer(vae, pictures, pixels, seed, compiled)
-    for index in range(len(TRAINED_SIZES)):
-        trainer.gradients(index)  # compiles, before the clock starts
-    curve.write({"seconds_to_begin": time.perf_counter() - begun})
     pace = Pace(steps, seconds, rate)
-    trainer.run(pace, curve)
-    measure_latents(vae, device, measured)
+    trainer = Trainer(vae, pictures, pixels, pace, seed, compiled)
+    for index in range(len(TRAINED_SIZES)):
+        trainer.step(index).item()  # compiles, before the clock starts
+    curve.write({"seconds_to_begin": time.perf_counter() - begun})
+    pace.begin()
+    trainer.run(curve)
+    if init is None:
+        measure_latents(vae, device, measured)
     vae.to(torch.bfloat16).save_pretrained(out / "vae")
     curve.write({"steps": pace.step, "seconds": pace.elapsed_s} | evaluate(vae.float(), device, measured))
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a step reads: pictures ``[B, 3, H, W]``, 0 … 1, and noise of their latents."""
+
+    pictures: Tensor
+    noise: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """See `world.recording.Batch`."""
+        return [self.pictures, self.noise]
 
 
 class Trainer:
     """Weights, optimizer and averages of the training, and its steps.
 
     Args:
-        vae: On its device; trained in place.
+        vae: On its device; trained in place, as far as its parameters require gradients.
         pictures: Of each size ``[P, 3, H, W]``, uint8, on that device.
         pixels: Of a step.
+        pace: How long, and the learning rate.
         seed: Of the choice of pictures and of the latents' noise.
         compiled: Whether torch compiles the loss.
     """
 
-    def __init__(self, vae: Any, pictures: list[Tensor], pixels: int, seed: int, compiled: bool) -> None:
-        self._pictures, self._pixels = pictures, pixels
+    def __init__(
+        self, vae: Any, pictures: list[Tensor], pixels: int, pace: Pace, seed: int, compiled: bool
+    ) -> None:
+        self._vae, self._pictures, self._pixels, self.pace = vae, pictures, pixels, pace
         self._device = pictures[0].device
         self._parameters = [p for p in vae.parameters() if p.requires_grad]
-        fused = self._device.type == "cuda"
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, betas=(0.9, 0.99), weight_decay=0.0, fused=fused
-        )
+        groups = [{"params": self._parameters}]
+        self._optimizer, self._rate = make_optimizer(groups, (0.9, 0.99), 0.0, self._device)
         self._average = Average(self._parameters, DECAY)
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._loss = torch.compile(loss, dynamic=False) if compiled else loss
-        self._vae = vae
+        self._steps = [RecordedStep(self._update, self._device) for _ in pictures]
 
-    def run(self, pace: Pace, curve: Curve) -> None:
-        """Until ``pace`` is done; then the averaged weights are in the VAE."""
+    def run(self, curve: Curve) -> None:
+        """Until the pace is done; then the averaged weights are in the VAE."""
         errors: list[Tensor] = []
         shown = time.perf_counter()
-        while pace.done < 1:
-            squared = self.gradients(pace.step % len(self._pictures))
-            torch.nn.utils.clip_grad_norm_(self._parameters, 1.0, foreach=True)
-            self._optimizer.param_groups[0]["lr"] = pace.learning_rate()
-            self._optimizer.step()
-            self._average.update()
-            errors.append(squared)
-            pace.step += 1
-            if pace.step % 20 == 0:
-                squared.item()  # the host stays near the device, so that seconds are those of steps done
+        while self.pace.done < 1:
+            errors.append(self.step(self.pace.step % len(self._pictures)))
+            if self.pace.step % 20 == 0:
+                errors[-1].item()  # the host stays near the device, so that seconds are those of steps done
             if time.perf_counter() - shown > 10:
                 mean = torch.stack(errors).mean()
-                curve.write({"step": pace.step, "seconds": pace.elapsed_s, "psnr_db": _psnr(mean)})
+                curve.write({"step": self.pace.step, "seconds": self.pace.elapsed_s, "psnr_db": _psnr(mean)})
                 errors, shown = [], time.perf_counter()
         self._average.swap()
 
-    def gradients(self, index: int) -> Tensor:
-        """Those of a step over pictures of one size; its mean squared error."""
+    def step(self, index: int) -> Tensor:
+        """One over pictures of one size; its mean squared error."""
         pool = self._pictures[index]
         height, width = pool.shape[2:]
         count = max(1, self._pixels // (height * width))
         chosen = torch.randint(len(pool), (count,), generator=self._generator, device=self._device)
         shape = (count, VAE_CONFIG["z_dim"], height // 8, width // 8)
         noise = torch.randn(shape, generator=self._generator, device=self._device)
+        self._rate.fill_(self.pace.learning_rate())
+        squared = self._steps[index](Batch(pool[chosen].float() / 255, noise))
+        self.pace.step += 1
+        if self.pace.step % AVERAGE_EVERY == 0:
+            self._average.update()
+        return squared
+
+    def _update(self, batch: Batch) -> Tensor:
         self._optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self._device.type, torch.bfloat16):
-            total, squared = self._loss(self._vae, pool[chosen].float() / 255, noise, KL_WEIGHT)
+        with torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False):
+            total, squared = self._loss(self._vae, batch.pictures, batch.noise, KL_WEIGHT)
         total.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0, foreach=True)
+        self._optimizer.step()
         return squared
 
 

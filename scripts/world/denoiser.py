@@ -41,7 +41,7 @@ class TrainingStep(nn.Module):
     def forward(
         self, input_ids: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, layout: Layout
     ) -> tuple[Tensor, Tensor]:
-        """The mean loss of a token, and each token's.
+        """The weighted mean of the tokens' squared errors, and each token's own, the filling's too.
 
         Args:
             input_ids: ``[N, L]`` with the template's head.
@@ -50,8 +50,9 @@ class TrainingStep(nn.Module):
         """
         own = sigma.index_select(0, layout.img_request).unsqueeze(1)
         predicted = self.velocity(input_ids, clean + own * (noise - clean), sigma, layout)
-        squared = (predicted.float() - (noise - clean)).square().mean(dim=1) * layout.img_weight
-        return squared.sum() / layout.img_weight.sum(), squared.detach()
+        squared = (predicted.float() - (noise - clean)).square().mean(dim=1)
+        loss = (squared * layout.img_weight).sum() / layout.img_weight.sum()
+        return loss, squared.detach()
 
     def velocity(self, input_ids: Tensor, noisy: Tensor, sigma: Tensor, layout: Layout) -> Tensor:
         """What the transformer predicts, noise less picture, ``[T_img, C]``."""

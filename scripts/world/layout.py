@@ -62,7 +62,7 @@ class Layout:
         img_request, txt_request: ``[T_img]``, ``[T_txt]``, slot of a row.
         img_offset: ``[T_img]``, row of the example that an image row is.
         txt_offset: ``[T_txt]``, token of the text that a text row is, after the template's head.
-        img_weight: ``[T_img]``, 1, and 0 in the filling.
+        img_weight: ``[T_img]``, of a row in the loss: less in larger images, more in all of them; 0 in filling.
         img_to_joint, txt_to_joint: Place of a row in joint order.
         from_streams: ``[T]``, which row of both streams, text before image, stands at a place in joint order.
         cos, sin: ``[T, D/2]``, rotary angles in joint order.
@@ -135,7 +135,7 @@ def lay_out(slots: Sequence[Slot], transformer: Any, num_img: int, num_txt: int,
         txt_request=_filled(packed.txt_sequence, spare_txt),
         img_offset=_filled(_offsets([slot.num_image for slot in slots]), spare_img),
         txt_offset=_filled(_offsets([slot.num_text for slot in slots]), spare_txt),
-        img_weight=_filled(torch.ones(own_img), spare_img),
+        img_weight=_filled(torch.cat([_weights(slot.num_image) for slot in slots]), spare_img),
         img_to_joint=img_to_joint,
         txt_to_joint=txt_to_joint,
         from_streams=torch.cat((txt_to_joint, img_to_joint)).argsort(),
@@ -171,6 +171,10 @@ def _prepared(slot: Slot) -> PreparedRequest:
 
 def _filled(values: Tensor, spare: int) -> Tensor:
     return torch.cat((values, values.new_zeros(spare)))
+
+
+def _weights(num_image: int) -> Tensor:
+    return torch.full((num_image,), num_image**-0.5)
 
 
 def _offsets(lengths: Sequence[int]) -> Tensor:

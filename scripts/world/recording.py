@@ -5,13 +5,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 NUM_EAGER_STEPS = 3
 """Compilation, the optimizer's state and the libraries' workspaces come about in these."""
+
+
+def make_optimizer(
+    groups: list[dict[str, Any]], betas: tuple[float, float], weight_decay: float, device: torch.device
+) -> tuple[torch.optim.AdamW, Tensor]:
+    """AdamW that can be recorded, and its learning rate: one number on ``device``, filled before a step."""
+    rate, on_gpu = torch.zeros((), device=device), device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        groups, rate, betas, weight_decay=weight_decay, fused=on_gpu, capturable=on_gpu
+    )
+    return optimizer, rate
 
 
 class Batch(Protocol):

@@ -8,6 +8,7 @@ slice alone, in two dimensions; the other slices stay zero. The result is an ord
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,13 @@ def make_vae(seed: int) -> Any:
         for conv in _video_convs(vae):
             conv.weight[:, :, :-1] = 0
     return vae
+
+
+def load_vae(folder: Path) -> Any:
+    """The float32 VAE of a folder, on the CPU."""
+    import diffusers
+
+    return diffusers.AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=torch.float32)
 
 
 def see_one_frame(vae: Any) -> Any:

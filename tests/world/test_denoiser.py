@@ -77,7 +77,10 @@ def test_filling_is_in_no_loss_and_no_gradient(modules):
     loss, by_token = step(input_ids, clean, noise, sigma, layout)
     loss.backward()
 
-    assert loss.item() == pytest.approx(by_token[:own].mean().item(), rel=1e-5)
+    parts = by_token[:own].split([slot.num_image for slot in SLOTS])
+    roots = [slot.num_image**0.5 for slot in SLOTS]
+    expected = sum(root * part.mean().item() for root, part in zip(roots, parts, strict=True)) / sum(roots)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert clean.grad[own:].abs().max() == 0
     assert clean.grad[:own].abs().amax(dim=1).min() > 0
 

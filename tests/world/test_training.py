@@ -15,6 +15,7 @@ import torch
 import train_denoiser
 import train_vae
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from world import curves
 from world.recipe import DEFAULTS, TRANSFORMER_CONFIG
 
@@ -23,6 +24,7 @@ from offline_diffusion import OfflineDiffusion, SamplingParams
 pytestmark = pytest.mark.slow
 
 STEPS = 12
+VAE_FLAGS = ("--steps=10", "--pixels=4096", "--pool=65536", "--measured=2")
 SEED = 3
 """Its pool of one chunk is of 64 by 64 pixels."""
 
@@ -61,8 +63,7 @@ def trained_vae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     for module in (train_vae, train_denoiser, curves):
         monkeypatch.setattr(module, "time", TickingClock())
     out = tmp_path / "cut"
-    flags = ("--steps=2", "--pixels=4096", "--pool=65536", "--measured=2")
-    assert command(train_vae, out, *flags) == 0
+    assert command(train_vae, out, *VAE_FLAGS) == 0
     yield out
     torch.set_float32_matmul_precision(exactness)
 
@@ -70,8 +71,8 @@ def trained_vae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def test_a_cut_training_is_the_uncut_one_and_its_folder_draws(trained_vae: Path, tmp_path: Path) -> None:
     first, *_, last = curve(trained_vae / "vae.jsonl")
     assert first["seed"] == SEED
-    assert last["steps"] == 2
-    assert 0 < last["held_out_psnr_db"] < 40  # after two steps
+    assert last["steps"] == 10
+    assert 0 < last["held_out_psnr_db"] < 40  # after ten steps
 
     cut, uncut = trained_vae, tmp_path / "uncut"
     assert train(cut, "--sitting=36") == 75
@@ -100,3 +101,14 @@ def test_a_cut_training_is_the_uncut_one_and_its_folder_draws(trained_vae: Path,
     assert output.status == "ok"
     assert np.asarray(output.image).shape == (64, 96, 3)
     assert json.loads((cut / "model/generation_config.json").read_text()) == DEFAULTS
+
+
+def test_a_vae_that_goes_on_keeps_its_encoder(trained_vae: Path, tmp_path: Path) -> None:
+    assert command(train_vae, tmp_path / "more", *VAE_FLAGS, f"--init={trained_vae / 'vae'}") == 0
+    weights = "vae/diffusion_pytorch_model.safetensors"
+    before, after = load_file(trained_vae / weights), load_file(tmp_path / "more" / weights)
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed
+    assert all(name.startswith(("decoder.", "post_quant_conv.")) for name in changed)
+    configs = [json.loads((out / "vae/config.json").read_text()) for out in (trained_vae, tmp_path / "more")]
+    assert configs[0]["latents_std"] == configs[1]["latents_std"]
