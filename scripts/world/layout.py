@@ -62,7 +62,7 @@ class Layout:
         img_request, txt_request: ``[T_img]``, ``[T_txt]``, slot of a row.
         img_offset: ``[T_img]``, row of the example that an image row is.
         txt_offset: ``[T_txt]``, token of the text that a text row is, after the template's head.
-        img_weight: ``[T_img]``, of a row in the loss: less in larger images, more in all of them; 0 in filling.
+        img_weight: ``[T_img]``, of a row in the loss: smaller in larger images, 0 in the filling.
         img_to_joint, txt_to_joint: Place of a row in joint order.
         from_streams: ``[T]``, which row of both streams, text before image, stands at a place in joint order.
         cos, sin: ``[T, D/2]``, rotary angles in joint order.
