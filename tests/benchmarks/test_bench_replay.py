@@ -72,7 +72,7 @@ def test_the_order_of_modes_is_that_of_the_file() -> None:
 
 def test_a_later_call_adds_its_modes_to_those_of_the_same_trace(tmp_path: Path) -> None:
     out = tmp_path / "new" / "replay.json"
-    common = ["--device", "cpu", "--model", "tiny", "--images", "3", "--span", "0.2", "--steps", "2"]
+    common = ["--device", "cpu", "--model", "tiny", "--images", "3", "--span", "0.2", "--steps", "8"]
     common += ["--out", str(out)]
     for mode in ("packed", "serial"):
         Benchmark(parse_arguments([*common, "--only", mode]), f"run {mode}").run()
