@@ -60,8 +60,8 @@ TEXT_CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
-SHIFT = 1.4
-"""Exponent of the timestep shift, of every size: a caption decides between noise levels 0.8 and 1, so half of
+SHIFT = 1.7
+"""Exponent of the timestep shift, of every size: a caption decides between noise levels 0.85 and 1, so half of
 all training steps and of all denoise steps lie there."""
 
 SCHEDULER_CONFIG: dict[str, Any] = {

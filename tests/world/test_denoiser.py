@@ -91,4 +91,4 @@ def test_half_of_the_noise_levels_are_where_a_caption_decides():
     shift = math.exp(SHIFT)
     expected = sorted(shift * u / (1 + (shift - 1) * u) for u in (rng.random() for _ in range(10_000)))
     torch.testing.assert_close(sigmas.sort().values, torch.tensor(expected), atol=0.03, rtol=0)
-    assert 0.45 < (sigmas > 0.8).float().mean() < 0.55
+    assert 0.45 < (sigmas > 0.85).float().mean() < 0.55
