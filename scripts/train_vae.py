@@ -1,8 +1,7 @@
 """Trains the small VAE on pictures that we draw: ``python scripts/train_vae.py OUT --seconds 285``.
 
 Writes ``OUT/vae`` in diffusers' layout and the curve to ``OUT/vae.jsonl``. ``--steps`` as in the log's last
-line makes the same weights again, to rounding. ``--init VAE`` trains that one's decoder further: what the
-encoder makes of a picture stays, and so does the worth of a transformer that was trained on it.
+line makes the same weights again, to rounding. ``--init VAE`` trains that one further.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ CHUNK = 128
 @click.option("--pool", default=POOL_PIXELS, show_default=True, help="Pixels drawn of each size.")
 @click.option("--measured", default=128, show_default=True, help="Pictures of each size measured in the end.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--init", type=click.Path(exists=True, path_type=Path), help="VAE whose decoder to go on with.")
+@click.option("--init", type=click.Path(exists=True, path_type=Path), help="VAE to start from.")
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True)
 def main(
     out: Path,
@@ -70,8 +69,6 @@ def main(
     begun = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     vae = see_one_frame(load_vae(init) if init else make_vae(seed)).to(device)
-    for part in (vae.encoder, vae.quant_conv):
-        part.requires_grad_(init is None)
     about = {"command": " ".join(sys.argv), "seed": seed, "config": VAE_CONFIG, "pixels": pixels}
     curve = Curve(out / "vae.jsonl", about)
     counts = [max(2, pool // (height * width)) for height, width in TRAINED_SIZES]
@@ -84,8 +81,7 @@ def main(
     curve.write({"seconds_to_begin": time.perf_counter() - begun})
     pace.begin()
     trainer.run(curve)
-    if init is None:
-        measure_latents(vae, device, measured)
+    measure_latents(vae, device, measured)
     vae.to(torch.bfloat16).save_pretrained(out / "vae")
     curve.write({"steps": pace.step, "seconds": pace.elapsed_s} | evaluate(vae.float(), device, measured))
 
@@ -106,7 +102,7 @@ class Trainer:
     """Weights, optimizer and averages of the training, and its steps.
 
     Args:
-        vae: On its device; trained in place, as far as its parameters require gradients.
+        vae: On its device; trained in place.
         pictures: Of each size ``[P, 3, H, W]``, uint8, on that device.
         pixels: Of a step.
         pace: How long, and the learning rate.
@@ -119,7 +115,7 @@ class Trainer:
     ) -> None:
         self._vae, self._pictures, self._pixels, self.pace = vae, pictures, pixels, pace
         self._device = pictures[0].device
-        self._parameters = [p for p in vae.parameters() if p.requires_grad]
+        self._parameters = list(vae.parameters())
         groups = [{"params": self._parameters}]
         self._optimizer, self._rate = make_optimizer(groups, (0.9, 0.99), 0.0, self._device)
         self._average = Average(self._parameters, DECAY)

@@ -61,8 +61,8 @@ TEXT_CONFIG: dict[str, Any] = {
 }
 
 SHIFT = 1.7
-"""Exponent of the timestep shift, of every size: a caption decides between noise levels 0.85 and 1, so half of
-all training steps and of all denoise steps lie there."""
+"""Exponent of the timestep shift, of every size: a caption decides between noise levels 0.85 and 1, so half
+of all training steps and of all denoise steps lie there."""
 
 SCHEDULER_CONFIG: dict[str, Any] = {
     "base_image_seq_len": 256,

@@ -103,12 +103,11 @@ def test_a_cut_training_is_the_uncut_one_and_its_folder_draws(trained_vae: Path,
     assert json.loads((cut / "model/generation_config.json").read_text()) == DEFAULTS
 
 
-def test_a_vae_that_goes_on_keeps_its_encoder(trained_vae: Path, tmp_path: Path) -> None:
-    assert command(train_vae, tmp_path / "more", *VAE_FLAGS, f"--init={trained_vae / 'vae'}") == 0
-    weights = "vae/diffusion_pytorch_model.safetensors"
-    before, after = load_file(trained_vae / weights), load_file(tmp_path / "more" / weights)
-    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    assert changed
-    assert all(name.startswith(("decoder.", "post_quant_conv.")) for name in changed)
-    configs = [json.loads((out / "vae/config.json").read_text()) for out in (trained_vae, tmp_path / "more")]
-    assert configs[0]["latents_std"] == configs[1]["latents_std"]
+def test_a_vae_that_goes_on_begins_where_the_other_ended(trained_vae: Path, tmp_path: Path) -> None:
+    """The same flags without it would make the same weights."""
+    assert command(train_vae, tmp_path, *VAE_FLAGS, f"--init={trained_vae / 'vae'}") == 0
+    before, after = (
+        load_file(out / "vae/diffusion_pytorch_model.safetensors")["decoder.conv_in.weight"].float()
+        for out in (trained_vae, tmp_path)
+    )
+    assert 0 < (after - before).abs().mean() < 0.05 * before.abs().mean()
