@@ -17,13 +17,13 @@ from typing import Any
 import click
 import torch
 from torch import Tensor
-from world.curves import Average, Curve, Pace
+from world.curves import Curve, Pace
 from world.denoiser import TrainingStep, draw_sigmas
 from world.layout import Layout, lay_out
 from world.modules import load_modules, make_modules, save_folder
 from world.pool import DROPOUT, Pool, make_pool
 from world.recipe import SHIFT, TRANSFORMER_CONFIG
-from world.recording import RecordedStep, make_optimizer
+from world.recording import Optimization
 from world.vae import load_vae, see_one_frame
 
 NUM_SLOTS = 448
@@ -32,8 +32,8 @@ NUM_LAYOUTS = 96
 RELATED = 0.55
 """Share of scenes whose caption states a relation."""
 
-AVERAGE_EVERY, DECAY = 8, 0.996
-"""Steps between updates of the averaged weights, and the decay of one."""
+DECAY = 0.996
+"""Of the averaged weights, at an update."""
 
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.01
@@ -128,16 +128,22 @@ class Trainer:
     ) -> None:
         self.pace, self.device = pace, device
         step = TrainingStep(text_encoder, transformer, device)
-        self.parameters = [p for p in step.parameters() if p.requires_grad]
-        decayed = [p for p in self.parameters if p.ndim > 1]
-        plain = [p for p in self.parameters if p.ndim <= 1]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer, self._rate = make_optimizer(groups, BETAS, WEIGHT_DECAY, device)
-        self.average = Average(self.parameters, DECAY)
+        parameters = [p for p in step.parameters() if p.requires_grad]
+        decayed = [p for p in parameters if p.ndim > 1]
+        plain = [p for p in parameters if p.ndim <= 1]
+        self._optimization = Optimization(
+            [{"params": decayed}, {"params": plain, "weight_decay": 0.0}],
+            self._loss,
+            pace,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            decay=DECAY,
+            device=device,
+        )
+        self.average = self._optimization.average
         self.generator = torch.Generator(device).manual_seed(seed)
         self._choice = random.Random(seed)
         self._forward = torch.compile(step) if compiled else step
-        self._step = RecordedStep(self._update, device)
 
     def run(self, pool: Pool, layouts: list[Layout], curve: Curve, until: float) -> None:
         """Steps until the pace is done or ``time.perf_counter()`` is past ``until``."""
@@ -159,30 +165,20 @@ class Trainer:
         input_ids, clean = pool.fill(layout, self.generator)
         noise = torch.randn(clean.shape, generator=self.generator, device=self.device)
         sigma = draw_sigmas(layout.count.shape[0], self.generator, self.device)
-        self._rate.fill_(self.pace.learning_rate())
-        loss = self._step(Batch(input_ids, clean, noise, sigma, layout))
-        self.pace.step += 1
-        if self.pace.step % AVERAGE_EVERY == 0:
-            self.average.update()
-        return loss
+        return self._optimization.step(Batch(input_ids, clean, noise, sigma, layout))
 
-    def _update(self, batch: Batch) -> Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
-            loss, _ = self._forward(batch.input_ids, batch.clean, batch.noise, batch.sigma, batch.layout)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
-        self.optimizer.step()
-        return loss.detach()
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        loss, _ = self._forward(batch.input_ids, batch.clean, batch.noise, batch.sigma, batch.layout)
+        return loss, loss
 
     def save(self, path: Path) -> None:
         """For the next sitting."""
         torch.save(
             {
-                "parameters": self.parameters,
+                "parameters": self._optimization.parameters,
                 "average": self.average.values,
                 "num_updates": self.average.num_updates,
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": self._optimization.optimizer.state_dict(),
                 "generator": self.generator.get_state(),
                 "choice": self._choice.getstate(),
                 "step": self.pace.step,
@@ -195,14 +191,12 @@ class Trainer:
     def load(self, path: Path) -> None:
         """What `save` wrote."""
         state = torch.load(path, map_location=self.device, weights_only=False)
-        for parameter, value in zip(self.parameters, state["parameters"], strict=True):
+        for parameter, value in zip(self._optimization.parameters, state["parameters"], strict=True):
             parameter.copy_(value)
         for own, value in zip(self.average.values, state["average"], strict=True):
             own.copy_(value)
         self.average.num_updates = state["num_updates"]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate
+        self._optimization.load_optimizer(state["optimizer"])
         self.generator.set_state(state["generator"].cpu())
         self._choice.setstate(state["choice"])
         self.pace.step, self.pace.earlier_s = state["step"], state["elapsed_s"]

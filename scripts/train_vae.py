@@ -16,10 +16,10 @@ import click
 import numpy as np
 import torch
 from torch import Tensor
-from world.curves import Average, Curve, Pace
+from world.curves import Curve, Pace
 from world.drawing import as_bytes, draw
 from world.recipe import SIZES, VAE_CONFIG
-from world.recording import RecordedStep, make_optimizer
+from world.recording import Optimization
 from world.scorer import score
 from world.supply import Size, sample_examples
 from world.vae import decode, encode, load_vae, loss, make_vae, see_one_frame
@@ -35,8 +35,8 @@ PEAK_RATE = 5e-4
 """At 1e-3 and above the error stays for a thousand steps where backgrounds alone are drawn (LOG.md)."""
 
 KL_WEIGHT = 3e-4
-AVERAGE_EVERY, DECAY = 8, 0.992
-"""Steps between updates of the averaged weights, and the decay of one."""
+DECAY = 0.992
+"""Of the averaged weights, at an update."""
 
 RELATED = 0.25
 CHUNK = 128
@@ -114,14 +114,18 @@ class Trainer:
         self, vae: Any, pictures: list[Tensor], pixels: int, pace: Pace, seed: int, compiled: bool
     ) -> None:
         self._vae, self._pictures, self._pixels, self.pace = vae, pictures, pixels, pace
-        self._device = pictures[0].device
-        self._parameters = list(vae.parameters())
-        groups = [{"params": self._parameters}]
-        self._optimizer, self._rate = make_optimizer(groups, (0.9, 0.99), 0.0, self._device)
-        self._average = Average(self._parameters, DECAY)
-        self._generator = torch.Generator(self._device).manual_seed(seed)
-        self._loss = torch.compile(loss, dynamic=False) if compiled else loss
-        self._steps = [RecordedStep(self._update, self._device) for _ in pictures]
+        device = pictures[0].device
+        self._optimization = Optimization(
+            [{"params": list(vae.parameters())}],
+            self._loss,
+            pace,
+            betas=(0.9, 0.99),
+            weight_decay=0.0,
+            decay=DECAY,
+            device=device,
+        )
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._compiled_loss = torch.compile(loss, dynamic=False) if compiled else loss
 
     def run(self, curve: Curve) -> None:
         """Until the pace is done; then the averaged weights are in the VAE."""
@@ -135,31 +139,20 @@ class Trainer:
                 mean = torch.stack(errors).mean()
                 curve.write({"step": self.pace.step, "seconds": self.pace.elapsed_s, "psnr_db": _psnr(mean)})
                 errors, shown = [], time.perf_counter()
-        self._average.swap()
+        self._optimization.average.swap()
 
     def step(self, index: int) -> Tensor:
         """One over pictures of one size; its mean squared error."""
         pool = self._pictures[index]
         height, width = pool.shape[2:]
         count = max(1, self._pixels // (height * width))
-        chosen = torch.randint(len(pool), (count,), generator=self._generator, device=self._device)
+        chosen = torch.randint(len(pool), (count,), generator=self._generator, device=pool.device)
         shape = (count, VAE_CONFIG["z_dim"], height // 8, width // 8)
-        noise = torch.randn(shape, generator=self._generator, device=self._device)
-        self._rate.fill_(self.pace.learning_rate())
-        squared = self._steps[index](Batch(pool[chosen].float() / 255, noise))
-        self.pace.step += 1
-        if self.pace.step % AVERAGE_EVERY == 0:
-            self._average.update()
-        return squared
+        noise = torch.randn(shape, generator=self._generator, device=pool.device)
+        return self._optimization.step(Batch(pool[chosen].float() / 255, noise), kind=index)
 
-    def _update(self, batch: Batch) -> Tensor:
-        self._optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False):
-            total, squared = self._loss(self._vae, batch.pictures, batch.noise, KL_WEIGHT)
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0, foreach=True)
-        self._optimizer.step()
-        return squared
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self._compiled_loss(self._vae, batch.pictures, batch.noise, KL_WEIGHT)
 
 
 def _psnr(squared: Tensor) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from offline_diffusion.errors import BackendError
-from offline_diffusion.kernels.linear import PackedLinear, min_rows, pad_rows, product_in_blocks
+from offline_diffusion.kernels.linear import PackedLinear, pad_rows, product_in_blocks
 from offline_diffusion.kernels.packed_ops import FP8, INT8, QuantFormat, Quantized, quantize_rows
 
 
@@ -31,6 +31,7 @@ class QuantizedLinear:
         weight = quantize_rows(linear.weight, quantize)
         self.takes, self.weight, self.bias = quantize, weight.values, linear.bias
         self.weight_scale = weight.scale.t().contiguous()  # [1, out]
+        self._min_rows = linear.min_rows
 
     def __call__(self, x: Tensor | Quantized) -> Tensor:
         """``[T, in]`` → ``[T, out]``."""
@@ -55,11 +56,10 @@ class QuantizedLinear:
         return int8_product(x.values, self.weight, x.scale, self.weight_scale, self.bias)
 
     def _fp8_product(self, x: Quantized) -> Tensor:
-        needed = min_rows(self.weight.shape[0])
         out: Tensor = torch._scaled_mm(
-            pad_rows(x.values, needed),
+            pad_rows(x.values, self._min_rows),
             self.weight.t(),
-            scale_a=pad_rows(x.scale, needed),
+            scale_a=pad_rows(x.scale, self._min_rows),
             scale_b=self.weight_scale,
             bias=self.bias,
             out_dtype=self.bias.dtype,

@@ -45,7 +45,7 @@ class PackedLinear:
             self.bias = torch.cat([_bias(layer) for layer in layers])
             for layer, rows in zip(layers, self.weight.split([x.out_features for x in layers]), strict=True):
                 layer.weight.data = rows
-        self.min_rows = min_rows(self.weight.shape[0])
+        self.min_rows = max(MIN_ROWS, -(MIN_OUTPUTS // -self.weight.shape[0]))
 
     def free(self) -> None:
         """Lets go of the weights, also where the layers it was made from hold them. Unusable afterwards."""
@@ -72,11 +72,6 @@ class PackedLinear:
         padded = pad_rows(x, self.min_rows)
         fused = torch._addmm_activation(self.bias, padded, self.weight.t(), use_gelu=True)
         return fused[: x.shape[0]]
-
-
-def min_rows(num_columns: int) -> int:
-    """Rows from which a row's bits do not depend on how many there are, of a product on a GPU."""
-    return max(MIN_ROWS, -(MIN_OUTPUTS // -num_columns))
 
 
 def product_in_blocks(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

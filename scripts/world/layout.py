@@ -127,6 +127,7 @@ def lay_out(slots: Sequence[Slot], transformer: Any, num_img: int, num_txt: int,
     angles = torch.ones(filling.numel(), packed.rotary.cos.shape[1])
     img_to_joint = torch.cat((packed.img_to_joint, filling[:spare_img]))
     txt_to_joint = torch.cat((packed.txt_to_joint, filling[spare_img:]))
+    weights = torch.tensor([slot.num_image**-0.5 for slot in slots])
     layout = Layout(
         lowest=torch.tensor([slot.lowest for slot in slots]),
         count=torch.tensor([slot.count for slot in slots]),
@@ -135,7 +136,7 @@ def lay_out(slots: Sequence[Slot], transformer: Any, num_img: int, num_txt: int,
         txt_request=_filled(packed.txt_sequence, spare_txt),
         img_offset=_filled(_offsets([slot.num_image for slot in slots]), spare_img),
         txt_offset=_filled(_offsets([slot.num_text for slot in slots]), spare_txt),
-        img_weight=_filled(torch.cat([_weights(slot.num_image) for slot in slots]), spare_img),
+        img_weight=_filled(weights[packed.img_sequence], spare_img),
         img_to_joint=img_to_joint,
         txt_to_joint=txt_to_joint,
         from_streams=torch.cat((txt_to_joint, img_to_joint)).argsort(),
@@ -171,10 +172,6 @@ def _prepared(slot: Slot) -> PreparedRequest:
 
 def _filled(values: Tensor, spare: int) -> Tensor:
     return torch.cat((values, values.new_zeros(spare)))
-
-
-def _weights(num_image: int) -> Tensor:
-    return torch.full((num_image,), num_image**-0.5)
 
 
 def _offsets(lengths: Sequence[int]) -> Tensor:

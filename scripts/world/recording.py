@@ -1,5 +1,5 @@
-"""A training step as one CUDA graph: its thousand launches would keep the host busy four times as long as the
-device."""
+"""How weights change by a step, which on a GPU is one CUDA graph: its thousand launches would keep the host
+busy four times as long as the device."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from world.curves import Average, Pace
+
+AVERAGE_EVERY = 8
+"""Steps between updates of the averaged weights."""
+
 NUM_EAGER_STEPS = 3
 """Compilation, the optimizer's state and the libraries' workspaces come about in these."""
-
-
-def make_optimizer(
-    groups: list[dict[str, Any]], betas: tuple[float, float], weight_decay: float, device: torch.device
-) -> tuple[torch.optim.AdamW, Tensor]:
-    """AdamW that can be recorded, and its learning rate: one number on ``device``, filled before a step."""
-    rate, on_gpu = torch.zeros((), device=device), device.type == "cuda"
-    optimizer = torch.optim.AdamW(
-        groups, rate, betas, weight_decay=weight_decay, fused=on_gpu, capturable=on_gpu
-    )
-    return optimizer, rate
 
 
 class Batch(Protocol):
@@ -74,3 +68,62 @@ class RecordedStep(Generic[B]):
         torch.cuda.current_stream().wait_stream(stream)
         self._num_eager += 1
         return loss
+
+
+class Optimization(Generic[B]):
+    """Parameters, their optimizer and their average, and the steps that change them.
+
+    Args:
+        groups: Of the parameters, as AdamW takes them.
+        loss: Of a batch: what a step lowers, and the number that it tells.
+        pace: How long, and the learning rate.
+        betas, weight_decay: AdamW's.
+        decay: Of the average, at an update.
+        device: Where everything is.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        loss: Callable[[B], tuple[Tensor, Tensor]],
+        pace: Pace,
+        *,
+        betas: tuple[float, float],
+        weight_decay: float,
+        decay: float,
+        device: torch.device,
+    ) -> None:
+        self.parameters = [parameter for group in groups for parameter in group["params"]]
+        self.pace, self._loss, self._device = pace, loss, device
+        self._rate, on_gpu = torch.zeros((), device=device), device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(
+            groups, self._rate, betas, weight_decay=weight_decay, fused=on_gpu, capturable=on_gpu
+        )
+        self.average = Average(self.parameters, decay)
+        self._recorded: dict[int, RecordedStep[B]] = {}
+
+    def step(self, batch: B, kind: int = 0) -> Tensor:
+        """One step; batches of one ``kind`` have the same shapes. What the loss tells, on the device."""
+        if kind not in self._recorded:
+            self._recorded[kind] = RecordedStep(self._update, self._device)
+        self._rate.fill_(self.pace.learning_rate())
+        told = self._recorded[kind](batch)
+        self.pace.step += 1
+        if self.pace.step % AVERAGE_EVERY == 0:
+            self.average.update()
+        return told
+
+    def _update(self, batch: B) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False):
+            lowered, told = self._loss(batch)
+        lowered.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
+        self.optimizer.step()
+        return told.detach()
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """The state of `optimizer`, as it was saved."""
+        self.optimizer.load_state_dict(state)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate
