@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from records import PEAK_FLOPS, ROOT, device_slug, portable_command
+from records import PEAK_FLOPS, ROOT, device_slug, portable_command, replace_text
 from workloads import NEGATIVE_PROMPT, TRUE_CFG_SCALE, read_prompts, scaled, useful_flops
 
 from offline_diffusion.bench.arrivals import arrival_times
@@ -171,13 +171,6 @@ def read_result(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def write(path: Path, text: str) -> None:
-    """At once: a call that is cut short leaves the last whole one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
@@ -289,7 +282,7 @@ class Benchmark:
     def _save(self, report: Report, errors: dict[str, Any], floor_s: float) -> dict[str, Any]:
         """Writes all so far; returns it."""
         if self.args.html is not None:
-            write(self.args.html, page(report))
+            replace_text(self.args.html, page(report))
         numbers = {
             run.name: {
                 "command": self.origin["command"],
@@ -309,7 +302,7 @@ class Benchmark:
         }
         result = merged(read_result(self.out) if self.out else None, json.loads(json.dumps(new)))
         if self.out is not None:
-            write(self.out, json.dumps(result, indent=1) + "\n")
+            replace_text(self.out, json.dumps(result, indent=1) + "\n")
         return result
 
     def _arguments(self) -> dict[str, Any]:

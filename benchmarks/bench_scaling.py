@@ -29,7 +29,7 @@ from typing import Any
 
 import scaling
 from job_watch import JobWatch, Samples, Sitting
-from records import ROOT, portable_command
+from records import ROOT, portable_command, replace_text
 from workloads import make_workloads, read_prompts, words
 
 JOBS = ("killed", "many", "one")
@@ -132,9 +132,7 @@ class Work:
         self._save()
 
     def _save(self) -> None:
-        building = self._path.with_suffix(".tmp")
-        building.write_text(json.dumps(self.state, indent=1), encoding="utf-8")
-        os.replace(building, self._path)
+        replace_text(self._path, json.dumps(self.state, indent=1))
 
     # --- a job -------------------------------------------------------------------------------
 

@@ -96,10 +96,15 @@ def read(path: Path) -> list[Record]:
 
 
 def write(path: Path, records: Sequence[Record]) -> None:
+    """Puts ``records`` in the file's place, whole."""
+    replace_text(path, json.dumps(records, indent=1, allow_nan=False) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
     """Replaces the file in one move: a run that is killed leaves it whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     building = path.with_name(f".{path.name}.tmp")
-    building.write_text(json.dumps(records, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    building.write_text(text, encoding="utf-8")
     os.replace(building, path)
 
 
