@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from world.curves import Curve, Pace
 from world.denoiser import TrainingStep, draw_sigmas
+from world.hints import Hints
 from world.layout import Layout, lay_out
 from world.modules import load_modules, make_modules, save_folder
 from world.pool import DROPOUT, Pool, make_pool
@@ -98,17 +99,19 @@ def main(
 
 @dataclass(slots=True)
 class Batch:
-    """What a step reads: examples in a layout, noise, and each example's share of it."""
+    """What a step reads: examples in a layout, noise, each example's share of it, and the scenes' truth."""
 
     input_ids: Tensor
     clean: Tensor
     noise: Tensor
     sigma: Tensor
+    hints: Hints
     layout: Layout
 
     def tensors(self) -> list[Tensor]:
         """See `world.recording.Batch`."""
-        own = [self.input_ids, self.clean, self.noise, self.sigma]
+        hints = self.hints
+        own = [self.input_ids, self.clean, self.noise, self.sigma, hints.pair, hints.token, hints.weight]
         return [*own, *self.layout.tensors().values(), self.layout.bounds]
 
 
@@ -127,7 +130,9 @@ class Trainer:
         self, text_encoder: Any, transformer: Any, pace: Pace, device: torch.device, seed: int, compiled: bool
     ) -> None:
         self.pace, self.device = pace, device
-        step = TrainingStep(text_encoder, transformer, device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            step = TrainingStep(text_encoder, transformer, device)
         parameters = [p for p in step.parameters() if p.requires_grad]
         decayed = [p for p in parameters if p.ndim > 1]
         plain = [p for p in parameters if p.ndim <= 1]
@@ -148,28 +153,33 @@ class Trainer:
     def run(self, pool: Pool, layouts: list[Layout], curve: Curve, until: float) -> None:
         """Steps until the pace is done or ``time.perf_counter()`` is past ``until``."""
         losses = [self.step(pool, self._choice.choice(layouts))]
-        losses[0].item()  # it was compiled
+        losses[0].tolist()  # it was compiled
         self.pace.begin()
         shown = time.perf_counter()
         while self.pace.done < 1 and time.perf_counter() < until:
             losses.append(self.step(pool, self._choice.choice(layouts)))
             if self.pace.step % 50 == 0:
-                losses[-1].item()  # the host stays near the device, so that seconds are those of steps done
+                losses[-1].tolist()  # the host stays near the device, so that seconds are those of steps done
             if time.perf_counter() - shown > 15:
                 values = {"step": self.pace.step, "seconds": self.pace.elapsed_s}
-                curve.write(values | {"loss": torch.stack(losses).mean()})
+                loss, text, image = torch.stack(losses).mean(dim=0).tolist()
+                curve.write(values | {"loss": loss, "text_reader": text, "image_reader": image})
                 losses, shown = [], time.perf_counter()
 
     def step(self, pool: Pool, layout: Layout) -> Tensor:
-        """One step; its loss."""
-        input_ids, clean = pool.fill(layout, self.generator)
-        noise = torch.randn(clean.shape, generator=self.generator, device=self.device)
+        """One step; the errors of flow matching and of both readers, ``[3]``."""
+        filling = pool.fill(layout, self.generator)
+        noise = torch.randn(filling.clean.shape, generator=self.generator, device=self.device)
         sigma = draw_sigmas(layout.count.shape[0], self.generator, self.device)
-        return self._optimization.step(Batch(input_ids, clean, noise, sigma, layout))
+        weight = torch.full((), 1 - self.pace.done, device=self.device)
+        hints = Hints(filling.pair, filling.token, weight)
+        return self._optimization.step(Batch(filling.input_ids, filling.clean, noise, sigma, hints, layout))
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        loss, _ = self._forward(batch.input_ids, batch.clean, batch.noise, batch.sigma, batch.layout)
-        return loss, loss
+        lowered, errors, _ = self._forward(
+            batch.input_ids, batch.clean, batch.noise, batch.sigma, batch.hints, batch.layout
+        )
+        return lowered, errors
 
     def save(self, path: Path) -> None:
         """For the next sitting."""

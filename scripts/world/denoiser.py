@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 from offline_diffusion.attention.backends import AttentionFunction, load_backend
 from offline_diffusion.attention.metadata import AttentionMetadata
+from world.hints import WEIGHT, Hints, Readers
 from world.layout import Layout
 from world.recipe import SHIFT
 
 NUM_HEAD_TOKENS = 34
 """Of the template before the prompt; the pipeline drops what they become."""
+
+NUM_READ_BLOCKS = 4
+"""Of the transformer's; what they make of the image tokens is what a reader sees."""
 
 
 class TrainingStep(nn.Module):
@@ -35,13 +39,15 @@ class TrainingStep(nn.Module):
         super().__init__()
         self.language_model = text_encoder.model.language_model
         self.transformer = transformer
+        self.readers = Readers(self.language_model.config.hidden_size, transformer.inner_dim).to(device)
         name = "torch_varlen" if device.type == "cuda" else "sdpa"  # the two with gradients
         _, self._attend = load_backend(name, device, torch.bfloat16)
 
     def forward(
-        self, input_ids: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, layout: Layout
-    ) -> tuple[Tensor, Tensor]:
-        """The weighted mean of the tokens' squared errors, and each token's own, the filling's too.
+        self, input_ids: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, hints: Hints, layout: Layout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What to lower; flow matching's and both readers' errors in it, ``[3]``; and flow matching's squared
+        error of each image token, the filling's too.
 
         Args:
             input_ids: ``[N, L]`` with the template's head.
@@ -49,25 +55,35 @@ class TrainingStep(nn.Module):
             sigma: ``[N]``, the share of noise.
         """
         own = sigma.index_select(0, layout.img_request).unsqueeze(1)
-        predicted = self.velocity(input_ids, clean + own * (noise - clean), sigma, layout)
+        text = self.text(input_ids, layout)
+        predicted, read = packed_velocity(
+            self.transformer, text, clean + own * (noise - clean), sigma, layout, self._attend
+        )
         squared = (predicted.float() - (noise - clean)).square().mean(dim=1)
-        loss = (squared * layout.img_weight).sum() / layout.img_weight.sum()
-        return loss, squared.detach()
+        error = (squared * layout.img_weight).sum() / layout.img_weight.sum()
+        read_errors = self.readers(text.index_select(0, layout.txt_last), read, hints, layout)
+        lowered = error + WEIGHT * hints.weight * read_errors.sum()
+        return lowered, torch.cat((error.unsqueeze(0), read_errors)).detach(), squared.detach()
 
-    def velocity(self, input_ids: Tensor, noisy: Tensor, sigma: Tensor, layout: Layout) -> Tensor:
-        """What the transformer predicts, noise less picture, ``[T_img, C]``."""
-        hidden = self.language_model(input_ids, use_cache=False).last_hidden_state
+    def text(self, input_ids: Tensor, layout: Layout) -> Tensor:
+        """The text stream, ``[T_txt, E]``."""
+        hidden: Tensor = self.language_model(input_ids, use_cache=False).last_hidden_state
         places = layout.txt_request * input_ids.shape[1] + NUM_HEAD_TOKENS + layout.txt_offset
-        text = hidden.flatten(0, 1).index_select(0, places)
-        return packed_velocity(self.transformer, text, noisy, sigma, layout, self._attend)
+        return hidden.flatten(0, 1).index_select(0, places)
 
 
 def packed_velocity(
     model: Any, text: Tensor, noisy: Tensor, sigma: Tensor, layout: Layout, attend: AttentionFunction
-) -> Tensor:
-    """The transformer over a pack: ``text`` ``[T_txt, E]``, ``noisy`` ``[T_img, C]`` → ``[T_img, C]``."""
+) -> tuple[Tensor, Tensor]:
+    """Noise less picture, ``[T_img, C]``, by the transformer; and what a reader reads, ``[T_img, H]``.
+
+    Args:
+        text: ``[T_txt, E]``.
+        noisy: ``[T_img, C]``.
+    """
     img, txt = model.img_in(noisy).float(), model.txt_in(model.txt_norm(text)).float()
     temb = model.time_text_embed(sigma, img)
+    read = img
     for index, block in enumerate(model.transformer_blocks):
         img_mod = _of_rows(block.img_mod(temb), layout.img_request)
         txt_mod = _of_rows(block.txt_mod(temb), layout.txt_request)
@@ -79,9 +95,11 @@ def packed_velocity(
         if index + 1 < len(model.transformer_blocks):  # nobody reads the last block's text
             txt = txt + txt_mod[2] * txt_attn
             txt = txt + txt_mod[5] * block.txt_mlp(_norm(txt) * (1 + txt_mod[4]) + txt_mod[3])
+        if index + 1 == NUM_READ_BLOCKS:
+            read = img
     scale, shift = model.norm_out.linear(F.silu(temb)).index_select(0, layout.img_request).chunk(2, dim=1)
     predicted: Tensor = model.proj_out(_norm(img) * (1 + scale) + shift)
-    return predicted
+    return predicted, read
 
 
 def _of_rows(modulation: Tensor, request: Tensor) -> tuple[Tensor, ...]:

@@ -62,6 +62,7 @@ class Layout:
         img_request, txt_request: ``[T_img]``, ``[T_txt]``, slot of a row.
         img_offset: ``[T_img]``, row of the example that an image row is.
         txt_offset: ``[T_txt]``, token of the text that a text row is, after the template's head.
+        txt_last: ``[N]``, a slot's last text row.
         img_weight: ``[T_img]``, of a row in the loss: smaller in larger images, 0 in the filling.
         img_to_joint, txt_to_joint: Place of a row in joint order.
         from_streams: ``[T]``, which row of both streams, text before image, stands at a place in joint order.
@@ -76,6 +77,7 @@ class Layout:
     txt_request: Tensor
     img_offset: Tensor
     txt_offset: Tensor
+    txt_last: Tensor
     img_weight: Tensor
     img_to_joint: Tensor
     txt_to_joint: Tensor
@@ -136,6 +138,7 @@ def lay_out(slots: Sequence[Slot], transformer: Any, num_img: int, num_txt: int,
         txt_request=_filled(packed.txt_sequence, spare_txt),
         img_offset=_filled(_offsets([slot.num_image for slot in slots]), spare_img),
         txt_offset=_filled(_offsets([slot.num_text for slot in slots]), spare_txt),
+        txt_last=torch.tensor([slot.num_text for slot in slots]).cumsum(0) - 1,
         img_weight=_filled(weights[packed.img_sequence], spare_img),
         img_to_joint=img_to_joint,
         txt_to_joint=txt_to_joint,

@@ -7,7 +7,8 @@ import random
 
 import pytest
 import torch
-from world.denoiser import NUM_HEAD_TOKENS, TrainingStep, draw_sigmas
+from world.denoiser import NUM_HEAD_TOKENS, TrainingStep, draw_sigmas, packed_velocity
+from world.hints import PAIR_CLASSES, TOKEN_CLASSES, UNTOLD, WEIGHT, Hints
 from world.layout import Slot, lay_out
 from world.modules import make_modules
 from world.recipe import SHIFT
@@ -44,7 +45,8 @@ def test_velocity_is_that_of_diffusers(modules):
     sigma = torch.rand(len(SLOTS), generator=generator)
 
     with torch.no_grad():
-        found = step.velocity(input_ids, noisy, sigma, layout)
+        text = step.text(input_ids, layout)
+        found, _ = packed_velocity(transformer, text, noisy, sigma, layout, step._attend)
         start = 0
         for index, slot in enumerate(SLOTS):
             ids = input_ids[index : index + 1, : NUM_HEAD_TOKENS + slot.num_text]
@@ -74,13 +76,19 @@ def test_filling_is_in_no_loss_and_no_gradient(modules):
     clean, noise = (torch.randn(NUM_IMG, 64, generator=generator).requires_grad_() for _ in range(2))
     sigma = torch.rand(len(SLOTS), generator=generator)
 
-    loss, by_token = step(input_ids, clean, noise, sigma, layout)
-    loss.backward()
+    token = torch.stack([torch.randint(0, n, (NUM_IMG,), generator=generator) for n in TOKEN_CLASSES], dim=1)
+    pair = torch.full((len(SLOTS), len(PAIR_CLASSES)), UNTOLD)
+    hints = Hints(pair, token, torch.tensor(0.5))
+
+    lowered, errors, by_token = step(input_ids, clean, noise, sigma, hints, layout)
+    lowered.backward()
 
     parts = by_token[:own].split([slot.num_image for slot in SLOTS])
     roots = [slot.num_image**0.5 for slot in SLOTS]
     expected = sum(root * part.mean().item() for root, part in zip(roots, parts, strict=True)) / sum(roots)
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert errors[0].item() == pytest.approx(expected, rel=1e-5)
+    assert errors[1].item() == 0  # no relation is told
+    assert lowered.item() == pytest.approx(expected + 0.5 * WEIGHT * errors[2].item(), rel=1e-5)
     assert clean.grad[own:].abs().max() == 0
     assert clean.grad[:own].abs().amax(dim=1).min() > 0
 
