@@ -85,5 +85,17 @@ def save_folder(folder: Path, tokenizer: Any, text_encoder: Any, transformer: An
         transformer=transformer.to(torch.bfloat16),
     )
     pipeline.save_pretrained(folder)
+    for path in folder.glob("*/config.json"):
+        _forget_its_origin(path)
     text = json.dumps(DEFAULTS, indent=2) + "\n"
     (folder / "generation_config.json").write_text(text, encoding="utf-8")
+
+
+def _forget_its_origin(path: Path) -> None:
+    """Takes out of a config the folder that the part was loaded from, and the precision that it had then."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("_name_or_path", None)
+    for value in config.values():
+        if isinstance(value, dict):
+            value.pop("dtype", None)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

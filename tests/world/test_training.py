@@ -101,6 +101,9 @@ def test_a_cut_training_is_the_uncut_one_and_its_folder_draws(trained_vae: Path,
     assert output.status == "ok"
     assert np.asarray(output.image).shape == (64, 96, 3)
     assert json.loads((cut / "model/generation_config.json").read_text()) == DEFAULTS
+    configs = [path.read_text(encoding="utf-8") for path in (cut / "model").glob("*/config.json")]
+    assert len(configs) == 3
+    assert not any(str(tmp_path) in text or "float32" in text for text in configs)
 
 
 def test_a_vae_that_goes_on_begins_where_the_other_ended(trained_vae: Path, tmp_path: Path) -> None:
