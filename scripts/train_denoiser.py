@@ -30,8 +30,11 @@ from world.vae import load_vae, see_one_frame
 NUM_SLOTS = 448
 NUM_IMAGE_ROWS, NUM_TEXT_ROWS = 32_768, 8_192
 NUM_LAYOUTS = 96
-RELATED = 0.55
+RELATED = 0.25
 """Share of scenes whose caption states a relation."""
+
+COUNTS = (2, 4, 4)
+"""How often the others have one, two and three things: most of what is hard to learn (LOG.md)."""
 
 DECAY = 0.996
 """Of the averaged weights, at an update."""
@@ -238,7 +241,7 @@ def make_layouts(
 def _pool(path: Path, count: int, vae: Any, tokenizer: Any, device: torch.device, seed: int) -> Pool:
     """Made once; later sittings read it."""
     if not path.exists():
-        made = make_pool(count, vae, tokenizer, device, seed=seed, related=RELATED)
+        made = make_pool(count, vae, tokenizer, device, seed=seed, related=RELATED, counts=COUNTS)
         torch.save(made, path)
     pool: Pool = torch.load(path, map_location=device, weights_only=False)
     return pool

@@ -102,7 +102,14 @@ class Pool:
 
 @torch.no_grad()
 def make_pool(
-    count: int, vae: Any, tokenizer: Any, device: torch.device, *, seed: int, related: float
+    count: int,
+    vae: Any,
+    tokenizer: Any,
+    device: torch.device,
+    *,
+    seed: int,
+    related: float,
+    counts: Sequence[int],
 ) -> Pool:
     """Samples, draws and encodes ``count`` examples; smaller pictures more often, by a root of their tokens.
 
@@ -116,7 +123,7 @@ def make_pool(
     kinds: list[Tensor] = []
     examples: list[Example] = []
     for index, size in enumerate(sizes):
-        chunk = sample_examples(f"pool/{seed}/{index}", size, CHUNK, related=related)
+        chunk = sample_examples(f"pool/{seed}/{index}", size, CHUNK, related=related, counts=counts)
         scenes = [example.scene for example in chunk]
         latents += _latents(vae, draw(scenes, *size, device=device)).unbind(0)
         kinds += token_classes(scenes, *size).byte().unbind(0)

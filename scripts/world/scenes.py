@@ -7,6 +7,7 @@ same picture at 64 and at 256 pixels.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross", "heart", "diamond")
@@ -44,6 +45,7 @@ SIZES = tuple(RADII)
 # Where the first thing lies, seen from the second: a unit step (x, y).
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 
+COUNTS = (5, 3, 2)  # of scenes without a relation, so many have one, two and three things
 DIRECTIONS = ("horizontal", "vertical", "diagonal")
 MARGIN = 0.02  # to the picture's edge
 GAP = 0.06  # between the boxes of two things: 4 of 64 pixels
@@ -99,11 +101,13 @@ class Scene:
 Kind = tuple[str, str, str]  # shape, colour, size
 
 
-def sample_scene(rng: random.Random, height: int, width: int, *, related: float = 0.25) -> Scene:
+def sample_scene(
+    rng: random.Random, height: int, width: int, *, related: float = 0.25, counts: Sequence[int] = COUNTS
+) -> Scene:
     """Draw a scene for a picture of ``height`` by ``width`` pixels.
 
     ``related`` is the probability of two things in a stated relation; the others hold one to three
-    things, some of one kind, in free places.
+    things, as often as ``counts`` weighs them, some of one kind, in free places.
     """
     shorter = min(height, width)
     span = (width / shorter, height / shorter)
@@ -112,7 +116,7 @@ def sample_scene(rng: random.Random, height: int, width: int, *, related: float 
         kinds = _different_kinds(rng, 2)
         places = _related_places(rng, kinds, relation, span)
     else:
-        kinds, places = _free(rng, span)
+        kinds, places = _free(rng, span, counts)
     things = tuple(Thing(*kind, *place) for kind, place in zip(kinds, places, strict=True))
     return Scene(things, _background(rng), relation, *span)
 
@@ -129,9 +133,11 @@ def _different_kinds(rng: random.Random, count: int) -> list[Kind]:
     return list(kinds.values())
 
 
-def _free(rng: random.Random, span: tuple[float, float]) -> tuple[list[Kind], list[tuple[float, float]]]:
+def _free(
+    rng: random.Random, span: tuple[float, float], counts: Sequence[int]
+) -> tuple[list[Kind], list[tuple[float, float]]]:
     """One to three things, with equal ones among them at times, and where they are."""
-    count = rng.choices((1, 2, 3), (5, 3, 2))[0]
+    count = rng.choices((1, 2, 3), counts)[0]
     while True:
         kinds = _different_kinds(rng, rng.choice((1, count, count)))
         kinds = (kinds + kinds[:1] * 2)[:count] if len(kinds) == 1 else kinds
