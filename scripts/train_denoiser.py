@@ -2,11 +2,15 @@
 
 ``OUT/vae`` must be there (``train_vae.py``). The command may be cut into sittings: with ``--sitting 580`` it
 saves its state after so many seconds, exits with 75, and the same command goes on. In the end ``OUT/model``
-is a complete folder in diffusers' layout, and ``OUT/denoiser.jsonl`` has the curve.
+is a complete folder in diffusers' layout, and ``OUT/denoiser.jsonl`` has the curve. On several GPUs
+(``torchrun --nproc-per-node 2 scripts/train_denoiser.py …``) each draws and packs examples of its own, and
+they share their weights every few steps; all end at the same one, with the files of all but the first ending
+in their number.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -16,6 +20,7 @@ from typing import Any
 
 import click
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from world.curves import Curve, Pace
 from world.denoiser import TrainingStep, draw_sigmas
@@ -72,15 +77,19 @@ def main(
     """Train on pictures encoded by OUT/vae and write OUT/model."""
     begun = time.perf_counter()
     torch.set_float32_matmul_precision("high")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, rank = join()
+    if sitting and dist.is_initialized():
+        raise click.UsageError("--sitting is for one process.")
+    number = f"-{rank}" if rank else ""
     tokenizer, text_encoder, transformer = load_modules(init) if init else make_modules(seed)
     vae = see_one_frame(load_vae(out / "vae")).to(device).eval()
     for module in (text_encoder, transformer):
         module.to(device).train()
     about = {"command": " ".join(sys.argv), "seed": seed, "config": TRANSFORMER_CONFIG, "shift": SHIFT}
     state = out / "state.pt"
-    curve = Curve(out / "denoiser.jsonl", about, goes_on=state.exists())
-    pool = _pool(out / "pool.pt", examples, vae, tokenizer, device, seed)
+    curve = Curve(out / f"denoiser{number}.jsonl", about, goes_on=state.exists())
+    seed += rank
+    pool = _pool(out / f"pool{number}.pt", examples, vae, tokenizer, device, seed)
     curve.write({"examples": len(pool.sizes), "seconds_to_make": time.perf_counter() - begun})
     trainer = Trainer(text_encoder, transformer, Pace(steps, seconds, rate), device, seed, compiled)
     if state.exists():
@@ -93,11 +102,26 @@ def main(
         curve.write({"step": trainer.pace.step, "seconds": trainer.pace.elapsed_s, "interrupted": True})
         trainer.save(state)
         sys.exit(INTERRUPTED)
+    curve.write({"steps": trainer.pace.step, "seconds": trainer.pace.elapsed_s})
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank:
+        return
     state.unlink(missing_ok=True)
     trainer.average.swap()
-    curve.write({"steps": trainer.pace.step, "seconds": trainer.pace.elapsed_s})
     vae = load_vae(out / "vae")
     save_folder(out / "model", tokenizer, text_encoder.cpu(), transformer.cpu(), vae)
+
+
+def join() -> tuple[torch.device, int]:
+    """This process's device, and its number among those that torchrun began, 0 where there is one."""
+    on_gpu = torch.cuda.is_available()
+    if "RANK" not in os.environ:
+        return torch.device("cuda" if on_gpu else "cpu"), 0
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    return torch.device("cuda" if on_gpu else "cpu"), dist.get_rank()
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ class Pace:
         assert steps > 0 or seconds > 0
         self.steps, self.seconds, self.peak = steps, seconds, peak
         self.step, self.earlier_s = 0, 0.0
+        self.agreed: float | None = None  # share done, where several processes train together
         self.begin()
 
     def begin(self) -> None:
@@ -42,14 +43,19 @@ class Pace:
 
     @property
     def done(self) -> float:
-        """The share done, 0 … 1."""
+        """The share done, 0 … 1; of several processes what they last agreed on, so that all end together."""
+        return self.own_share if self.agreed is None else self.agreed
+
+    @property
+    def own_share(self) -> float:
+        """The share done by this process's own steps or clock, 0 … 1."""
         share = self.step / self.steps if self.steps else self.elapsed_s / self.seconds
         return min(1.0, share)
 
     def learning_rate(self) -> float:
         """Rises over the first steps, then falls along a quarter of a cosine to a hundredth."""
         rise = min(1.0, (self.step + 1) / WARMUP_STEPS)
-        return self.peak * rise * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * self.done)))
+        return self.peak * rise * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * self.own_share)))
 
 
 class Average:

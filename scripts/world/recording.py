@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from world.curves import Average, Pace
 
 AVERAGE_EVERY = 8
-"""Steps between updates of the averaged weights."""
+"""Steps between updates of the averaged weights, and between those at which processes share their weights."""
 
 NUM_EAGER_STEPS = 3
 """Compilation, the optimizer's state and the libraries' workspaces come about in these."""
@@ -73,6 +74,9 @@ class RecordedStep(Generic[B]):
 class Optimization(Generic[B]):
     """Parameters, their optimizer and their average, and the steps that change them.
 
+    Of several processes (``torch.distributed``, begun by the caller) each goes on by itself from what all
+    had in the mean a few steps ago; they begin with the first one's weights.
+
     Args:
         groups: Of the parameters, as AdamW takes them.
         loss: Of a batch: what a step lowers, and the number that it tells.
@@ -99,6 +103,8 @@ class Optimization(Generic[B]):
         self.optimizer = torch.optim.AdamW(
             groups, self._rate, betas, weight_decay=weight_decay, fused=on_gpu, capturable=on_gpu
         )
+        self._is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._share(begin=True)
         self.average = Average(self.parameters, decay)
         self._recorded: dict[int, RecordedStep[B]] = {}
 
@@ -110,8 +116,26 @@ class Optimization(Generic[B]):
         told = self._recorded[kind](batch)
         self.pace.step += 1
         if self.pace.step % AVERAGE_EVERY == 0:
+            self._share()
             self.average.update()
         return told
+
+    @torch.no_grad()
+    def _share(self, *, begin: bool = False) -> None:
+        """Makes the parameters, and how much is done, what all processes have in the mean."""
+        if self._is_alone:
+            return
+        done = self._rate.new_tensor([self.pace.own_share])
+        own = torch.cat([*(parameter.flatten() for parameter in self.parameters), done])
+        if begin:
+            dist.broadcast(own, src=0)
+        else:
+            dist.all_reduce(own)
+            own /= dist.get_world_size()
+        *values, done = own.split([*(parameter.numel() for parameter in self.parameters), 1])
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.copy_(value.view_as(parameter))
+        self.pace.agreed = done.item()
 
     def _update(self, batch: B) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
