@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from offline_diffusion.cli.signals import STOP_KEY, stop_on_signals
+from offline_diffusion.cli.signals import STOP_KEY, ignore_late_signals, stop_on_signals
 from offline_diffusion.errors import OffdiffError, did_you_mean
 from offline_diffusion.progress import StopFlag
 
@@ -98,5 +98,13 @@ def main() -> None:
     """
 
 
+def run_and_exit() -> None:
+    """The command ``offdiff``: ends the process with the command's exit code, whatever signal comes late."""
+    try:
+        main()
+    finally:
+        ignore_late_signals()
+
+
 if __name__ == "__main__":
-    main()
+    run_and_exit()

@@ -21,6 +21,10 @@ signal both the process group and its leader. A person who presses Ctrl-C twice 
 
 DEFAULT_ECHO_S = 2.0
 
+LATE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Ignored once a command is over: its exit code says what became of the job, not that somebody wanted it to
+stop while the interpreter was still unloading libraries. SIGINT still ends what hangs there."""
+
 _PATIENCE = 2
 """Interrupts after which the next one ends a job that hangs."""
 
@@ -51,3 +55,9 @@ def stop_on_signals(stop: StopFlag) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def ignore_late_signals() -> None:
+    """For the rest of the process."""
+    for number in LATE_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

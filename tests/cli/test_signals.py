@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from offline_diffusion.cli.signals import STOP_SIGNALS, stop_on_signals
+from offline_diffusion.cli.signals import LATE_SIGNALS, STOP_SIGNALS, stop_on_signals
 from offline_diffusion.progress import StopFlag
 
 
@@ -75,3 +77,20 @@ def test_a_third_interrupt_ends_a_job_that_hangs() -> None:
         clock.now += 0.3
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", LATE_SIGNALS)
+@pytest.mark.parametrize(("argument", "code"), [("--version", 0), ("no-such-command", 2)])
+def test_a_signal_after_the_end_changes_no_exit_code(
+    number: signal.Signals, argument: str, code: int
+) -> None:
+    """A job that was done ended with -15 once, by a signal that met it while it unloaded torch."""
+    late = (
+        "import atexit, os, sys\n"
+        "from offline_diffusion.cli.main import run_and_exit\n"
+        f"atexit.register(os.kill, os.getpid(), {int(number)})\n"
+        f"sys.argv = ['offdiff', {argument!r}]\n"
+        "run_and_exit()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", late], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
