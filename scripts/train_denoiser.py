@@ -10,7 +10,6 @@ in their number.
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -78,15 +77,17 @@ def main(
     begun = time.perf_counter()
     torch.set_float32_matmul_precision("high")
     device, rank = join()
-    if sitting and dist.is_initialized():
-        raise click.UsageError("--sitting is for one process.")
+    state = out / "state.pt"
+    if dist.is_initialized() and (sitting or state.exists()):
+        raise click.UsageError(
+            f"Sittings are for one process: no --sitting, and no {state} of an earlier one."
+        )
     number = f"-{rank}" if rank else ""
     tokenizer, text_encoder, transformer = load_modules(init) if init else make_modules(seed)
     vae = see_one_frame(load_vae(out / "vae")).to(device).eval()
     for module in (text_encoder, transformer):
         module.to(device).train()
     about = {"command": " ".join(sys.argv), "seed": seed, "config": TRANSFORMER_CONFIG, "shift": SHIFT}
-    state = out / "state.pt"
     curve = Curve(out / f"denoiser{number}.jsonl", about, goes_on=state.exists())
     seed += rank
     pool = _pool(out / f"pool{number}.pt", examples, vae, tokenizer, device, seed)
@@ -115,13 +116,13 @@ def main(
 
 def join() -> tuple[torch.device, int]:
     """This process's device, and its number among those that torchrun began, 0 where there is one."""
-    on_gpu = torch.cuda.is_available()
-    if "RANK" not in os.environ:
-        return torch.device("cuda" if on_gpu else "cpu"), 0
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    return torch.device("cuda" if on_gpu else "cpu"), dist.get_rank()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not dist.is_torchelastic_launched():
+        return device, 0
+    if device.type == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device, dist.get_rank()
 
 
 @dataclass(slots=True)
@@ -133,13 +134,14 @@ class Batch:
     noise: Tensor
     sigma: Tensor
     hints: Hints
+    hint_weight: Tensor
     layout: Layout
 
     def tensors(self) -> list[Tensor]:
         """See `world.recording.Batch`."""
-        hints = self.hints
-        own = [self.input_ids, self.clean, self.noise, self.sigma, hints.pair, hints.token, hints.weight]
-        return [*own, *self.layout.tensors().values(), self.layout.bounds]
+        own = [self.input_ids, self.clean, self.noise, self.sigma]
+        truth = [self.hints.pair, self.hints.token, self.hint_weight]
+        return [*own, *truth, *self.layout.tensors().values(), self.layout.bounds]
 
 
 class Trainer:
@@ -195,17 +197,15 @@ class Trainer:
 
     def step(self, pool: Pool, layout: Layout) -> Tensor:
         """One step; the errors of flow matching and of both readers, ``[3]``."""
-        filling = pool.fill(layout, self.generator)
-        noise = torch.randn(filling.clean.shape, generator=self.generator, device=self.device)
+        input_ids, clean, hints = pool.fill(layout, self.generator)
+        noise = torch.randn(clean.shape, generator=self.generator, device=self.device)
         sigma = draw_sigmas(layout.count.shape[0], self.generator, self.device)
         weight = torch.full((), 1 - self.pace.done, device=self.device)
-        hints = Hints(filling.pair, filling.token, weight)
-        return self._optimization.step(Batch(filling.input_ids, filling.clean, noise, sigma, hints, layout))
+        return self._optimization.step(Batch(input_ids, clean, noise, sigma, hints, weight, layout))
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        lowered, errors, _ = self._forward(
-            batch.input_ids, batch.clean, batch.noise, batch.sigma, batch.hints, batch.layout
-        )
+        noised = (batch.input_ids, batch.clean, batch.noise, batch.sigma)
+        lowered, errors, _ = self._forward(*noised, batch.hints, batch.hint_weight, batch.layout)
         return lowered, errors
 
     def save(self, path: Path) -> None:

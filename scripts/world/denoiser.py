@@ -44,7 +44,14 @@ class TrainingStep(nn.Module):
         _, self._attend = load_backend(name, device, torch.bfloat16)
 
     def forward(
-        self, input_ids: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, hints: Hints, layout: Layout
+        self,
+        input_ids: Tensor,
+        clean: Tensor,
+        noise: Tensor,
+        sigma: Tensor,
+        hints: Hints,
+        hint_weight: Tensor,
+        layout: Layout,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What to lower; flow matching's and both readers' errors in it, ``[3]``; and flow matching's squared
         error of each image token, the filling's too.
@@ -53,6 +60,7 @@ class TrainingStep(nn.Module):
             input_ids: ``[N, L]`` with the template's head.
             clean, noise: ``[T_img, C]``.
             sigma: ``[N]``, the share of noise.
+            hint_weight: ``[]``, times `world.hints.WEIGHT` that of the readers' errors.
         """
         own = sigma.index_select(0, layout.img_request).unsqueeze(1)
         text = self.text(input_ids, layout)
@@ -60,9 +68,9 @@ class TrainingStep(nn.Module):
             self.transformer, text, clean + own * (noise - clean), sigma, layout, self._attend
         )
         squared = (predicted.float() - (noise - clean)).square().mean(dim=1)
-        error = (squared * layout.img_weight).sum() / layout.img_weight.sum()
+        error = layout.mean_over_tokens(squared)
         read_errors = self.readers(text.index_select(0, layout.txt_last), read, hints, layout)
-        lowered = error + WEIGHT * hints.weight * read_errors.sum()
+        lowered = error + WEIGHT * hint_weight * read_errors.sum()
         return lowered, torch.cat((error.unsqueeze(0), read_errors)).detach(), squared.detach()
 
     def text(self, input_ids: Tensor, layout: Layout) -> Tensor:

@@ -29,6 +29,8 @@ TOKEN_CLASSES = (1 + NUM_SHAPES, 1 + NUM_COLOURS)
 """Shape and colour at a token; first that there is none."""
 
 UNTOLD = -100
+"""In the place of a class: nothing is to be read there."""
+
 LEAST_SHARE = 0.2
 """Of a token that a thing's box must cover to stand there: a quarter of the smallest thing at 64 pixels."""
 
@@ -40,12 +42,10 @@ class Hints:
     Args:
         pair: ``[N, 7]``, classes in the order of ``PAIR_CLASSES``; ``UNTOLD`` where no relation is stated.
         token: ``[T_img, 2]``, classes in the order of ``TOKEN_CLASSES``.
-        weight: ``[]``, of the readers' errors.
     """
 
     pair: Tensor
     token: Tensor
-    weight: Tensor
 
 
 class Readers(nn.Module):
@@ -70,17 +70,14 @@ class Readers(nn.Module):
         by_request = _errors(self.text(text), hints.pair, PAIR_CLASSES)
         told = (hints.pair[:, 0] != UNTOLD).sum().clamp(min=1)
         by_token = _errors(self.image(F.layer_norm(image, image.shape[-1:])), hints.token, TOKEN_CLASSES)
-        image_error = (by_token * layout.img_weight).sum() / layout.img_weight.sum()
-        return torch.stack((by_request.sum() / told, image_error))
+        return torch.stack((by_request.sum() / told, layout.mean_over_tokens(by_token)))
 
 
 def _errors(logits: Tensor, classes: Tensor, sizes: Sequence[int]) -> Tensor:
     """Cross entropy ``[R]``, added over the questions; 0 where untold."""
     parts = zip(logits.float().split(sizes, dim=1), classes.unbind(1), strict=True)
-    return sum(
-        (F.cross_entropy(part, own, ignore_index=UNTOLD, reduction="none") for part, own in parts),
-        start=logits.new_zeros(len(logits), dtype=torch.float32),
-    )
+    errors = [F.cross_entropy(part, own, ignore_index=UNTOLD, reduction="none") for part, own in parts]
+    return torch.stack(errors).sum(dim=0)
 
 
 def pair_classes(scene: Scene) -> list[int]:
@@ -104,13 +101,12 @@ def token_classes(scenes: Sequence[Scene], height: int, width: int) -> Tensor:
         height, width: In pixels.
     """
     slots = max(len(scene.things) for scene in scenes)
-    nothing = ((0, 0), (0.0, 0.0, 0.0))
+    nothing = ((0, 0), (0.0, 0.0, 0.0))  # it covers nothing
     things = [
         ([(_kind(t), (t.x, t.y, t.radius)) for t in s.things] + [nothing] * slots)[:slots] for s in scenes
     ]
     places = torch.tensor([[place for _, place in own] for own in things])  # [B, slots, 3]
     kinds = torch.tensor([[(0, 0), *((1 + k[0], 1 + k[1]) for k, _ in own)] for own in things])
-    kinds[:, 1:][places[..., 2] == 0] = 0
     side = PATCH_PIXELS / min(height, width)
     across, down = (
         _overlap(places[..., axis], places[..., 2], length // PATCH_PIXELS, side)

@@ -90,6 +90,10 @@ class Layout:
         """All but the bounds."""
         return {own.name: getattr(self, own.name) for own in fields(self) if own.name != "attention"}
 
+    def mean_over_tokens(self, values: Tensor) -> Tensor:
+        """The mean of ``[T_img]`` by ``img_weight``."""
+        return (values * self.img_weight).sum() / self.img_weight.sum()
+
     @property
     def bounds(self) -> Tensor:
         """``[N + fillers + 1]``, starts of the sequences in joint order."""

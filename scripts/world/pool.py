@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offline_diffusion.models.tiny import TEMPLATE_PREFIX
 from world.drawing import draw
-from world.hints import UNTOLD, pair_classes, token_classes
+from world.hints import UNTOLD, Hints, pair_classes, token_classes
 from world.layout import Layout, Slot
 from world.recipe import SIZES
 from world.supply import Example, Size, sample_examples
@@ -30,30 +30,13 @@ EMPTY = ("", " ")
 
 
 @dataclass(slots=True)
-class Filling:
-    """Examples in a layout's slots.
-
-    Args:
-        input_ids: ``[N, L]``.
-        clean: ``[T_img, C]`` latents.
-        pair, token: See `world.hints.Hints`; nothing is told where the caption is left out.
-    """
-
-    input_ids: Tensor
-    clean: Tensor
-    pair: Tensor
-    token: Tensor
-
-
-@dataclass(slots=True)
 class Pool:
     """E examples in the order of size and length.
 
     Args:
         tokens: ``[P, C]`` bfloat16, latents of all examples, normalized, one after the other.
         starts: ``[E]``, first of an example's rows in ``tokens``.
-        pairs: ``[E, 7]``, see `world.hints.Hints`.
-        kinds: ``[P, 2]``, the same's ``token``.
+        hints: Of all examples, ``[E, 7]`` and, as bytes, ``[P, 2]``.
         texts: ``[E + 2, L]``, token ids with the template; the last two rows are ``EMPTY``.
         sizes: Of every example.
         num_text: ``[E + 2]`` tokens of the text stream, on the host.
@@ -61,24 +44,24 @@ class Pool:
 
     tokens: Tensor
     starts: Tensor
-    pairs: Tensor
-    kinds: Tensor
+    hints: Hints
     texts: Tensor
     sizes: list[Size]
     num_text: list[int]
 
-    def fill(self, layout: Layout, generator: torch.Generator) -> Filling:
-        """Random examples that fit ``layout``."""
+    def fill(self, layout: Layout, generator: torch.Generator) -> tuple[Tensor, Tensor, Hints]:
+        """Random examples that fit ``layout``: input ids ``[N, L]``, clean latents ``[T_img, C]``, and hints.
+
+        Of a pair nothing is told where its caption is left out.
+        """
         draws = torch.rand(layout.count.shape[0], generator=generator, device=self.tokens.device)
         example = layout.lowest + (draws * layout.count).long()
         rows = self.starts[example].index_select(0, layout.img_request) + layout.img_offset
         is_told = layout.empty_row < 0
-        return Filling(
-            input_ids=self.texts[torch.where(is_told, example, layout.empty_row)],
-            clean=self.tokens.index_select(0, rows).float(),
-            pair=torch.where(is_told.unsqueeze(1), self.pairs[example], UNTOLD).long(),
-            token=self.kinds.index_select(0, rows).long(),
-        )
+        input_ids = self.texts[torch.where(is_told, example, layout.empty_row)]
+        pair = torch.where(is_told.unsqueeze(1), self.hints.pair[example], UNTOLD)
+        hints = Hints(pair, self.hints.token.index_select(0, rows).long())
+        return input_ids, self.tokens.index_select(0, rows).float(), hints
 
     def slots(self) -> list[Slot]:
         """One slot for every example: which others could stand in its place."""
@@ -139,8 +122,10 @@ def make_pool(
     return Pool(
         tokens=torch.cat(rows),
         starts=starts.to(device),
-        pairs=torch.tensor([pair_classes(examples[index].scene) for index in order]).to(device),
-        kinds=torch.cat([kinds[index] for index in order]).to(device),
+        hints=Hints(
+            pair=torch.tensor([pair_classes(examples[index].scene) for index in order]).to(device),
+            token=torch.cat([kinds[index] for index in order]).to(device),
+        ),
         texts=_padded(ids).to(device),
         sizes=[own_sizes[index] for index in order],
         num_text=[len(own) - num_head for own in ids],

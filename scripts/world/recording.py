@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from world.curves import Average, Pace
 
@@ -79,7 +80,7 @@ class Optimization(Generic[B]):
 
     Args:
         groups: Of the parameters, as AdamW takes them.
-        loss: Of a batch: what a step lowers, and the number that it tells.
+        loss: Of a batch: what a step lowers, and what it tells.
         pace: How long, and the learning rate.
         betas, weight_decay: AdamW's.
         decay: Of the average, at an update.
@@ -122,19 +123,23 @@ class Optimization(Generic[B]):
 
     @torch.no_grad()
     def _share(self, *, begin: bool = False) -> None:
-        """Makes the parameters, and how much is done, what all processes have in the mean."""
+        """Makes the parameters, and how much is done, what all processes have in the mean.
+
+        In place, as a recorded step needs it; torch's ``PeriodicModelAverager`` moves parameters.
+        """
         if self._is_alone:
             return
         done = self._rate.new_tensor([self.pace.own_share])
-        own = torch.cat([*(parameter.flatten() for parameter in self.parameters), done])
+        own = torch.cat((parameters_to_vector(self.parameters), done))
         if begin:
             dist.broadcast(own, src=0)
         else:
             dist.all_reduce(own)
             own /= dist.get_world_size()
         *values, done = own.split([*(parameter.numel() for parameter in self.parameters), 1])
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.copy_(value.view_as(parameter))
+        torch._foreach_copy_(
+            self.parameters, [v.view_as(p) for v, p in zip(values, self.parameters, strict=True)]
+        )
         self.pace.agreed = done.item()
 
     def _update(self, batch: B) -> Tensor:

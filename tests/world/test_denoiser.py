@@ -78,9 +78,9 @@ def test_filling_is_in_no_loss_and_no_gradient(modules):
 
     token = torch.stack([torch.randint(0, n, (NUM_IMG,), generator=generator) for n in TOKEN_CLASSES], dim=1)
     pair = torch.full((len(SLOTS), len(PAIR_CLASSES)), UNTOLD)
-    hints = Hints(pair, token, torch.tensor(0.5))
+    hints, weight = Hints(pair, token), torch.tensor(0.5)
 
-    lowered, errors, by_token = step(input_ids, clean, noise, sigma, hints, layout)
+    lowered, errors, by_token = step(input_ids, clean, noise, sigma, hints, weight, layout)
     lowered.backward()
 
     parts = by_token[:own].split([slot.num_image for slot in SLOTS])

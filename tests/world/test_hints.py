@@ -93,7 +93,7 @@ def test_readers_count_what_is_told_and_no_filling():
     pair = torch.tensor([[1, 2, 3, 0, 4, 5, 2], [UNTOLD] * 7, [0, 7, 11, 2, 0, 0, 1]])
     token = torch.stack([torch.randint(0, n, (80,), generator=generator) for n in TOKEN_CLASSES], dim=1)
 
-    found = readers(text, image, Hints(pair, token, torch.tensor(1.0)), layout)
+    found = readers(text, image, Hints(pair, token), layout)
 
     def error(logits: torch.Tensor, own: torch.Tensor, sizes: tuple[int, ...]) -> float:
         parts = zip(logits.split(sizes), own, strict=True)
